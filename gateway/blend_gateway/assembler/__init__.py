@@ -1,7 +1,6 @@
 """Chat requests to token ids and segments. Neither torch nor vLLM is needed here."""
 
 from blend_gateway.assembler.assembler import Assembler
-from blend_gateway.assembler.ballast import Ballast
 from blend_gateway.assembler.documents import (
     Document,
     Resolver,
@@ -20,7 +19,6 @@ __all__ = [
     "AssembledPrompt",
     "Assembler",
     "AssemblyError",
-    "Ballast",
     "Document",
     "DocumentError",
     "MessageError",

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from blend_gateway.assembler.ballast import Ballast
+from blend_engine.preamble import SEPARATOR_TEXT
 from blend_gateway.assembler.cache import TokenCache
 from blend_gateway.assembler.documents import Document, Resolver
 from blend_gateway.assembler.encoding import TextEncoders
-from blend_gateway.assembler.errors import AssemblyError, TemplateError
+from blend_gateway.assembler.errors import TemplateError
 from blend_gateway.assembler.messages import ContentFormat, Conversation
 from blend_gateway.assembler.prompt import (
-    SEPARATOR,
     AssembledPrompt,
     PromptWriter,
     write_prompt,
@@ -72,21 +71,7 @@ class Assembler:
     @property
     def separator_ids(self) -> list[int]:
         """What stands around headers and documents."""
-        return self._encoders.encode(SEPARATOR)
-
-    def bos_ids(self) -> list[int]:
-        """The beginning-of-sequence token if chat prompts begin with it, else nothing."""
-        try:
-            prompt = self.assemble([{"role": "user", "content": "Hello"}])
-        except AssemblyError:
-            prompt = None
-        bos = self._tokenizer.bos_token_id
-        starts_with_bos = prompt is not None and bos is not None and prompt.token_ids[:1] == [bos]
-        return [bos] if starts_with_bos and bos is not None else []
-
-    def ballast(self) -> Ballast:
-        """What this model's `free` segments are compiled behind."""
-        return Ballast.build(self._encoders.encode, self.separator_ids, self.bos_ids())
+        return self._encoders.encode(SEPARATOR_TEXT)
 
     def assemble(
         self,

@@ -7,13 +7,11 @@ The layout is part of `blend_engine.segments.WRAPPER_VERSION`: a document is
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from blend_engine.preamble import SEPARATOR_TEXT
 from blend_engine.segments import SegmentContext, SegmentSpan
 from blend_gateway.assembler.documents import Document
 from blend_gateway.assembler.encoding import TextEncoders
 from blend_gateway.assembler.veil import DocumentMark, Leaf, Veil
-
-SEPARATOR = "\n\n"
-"""What stands around headers and documents; its ids, not its text, are put in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class PromptWriter:
     def __init__(self, encoders: TextEncoders, encode_document: Callable[[str], list[int]]) -> None:
         self._encoders = encoders
         self._encode_document = encode_document
-        self._separator = encoders.encode(SEPARATOR)
+        self._separator = encoders.encode(SEPARATOR_TEXT)
         self._ids: list[int] = []
         self._run: list[str] = []
         self._is_first_run = True
