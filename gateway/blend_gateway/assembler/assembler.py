@@ -15,7 +15,8 @@ from blend_gateway.assembler.prompt import (
     PromptWriter,
     write_prompt,
 )
-from blend_gateway.assembler.skeleton import render_skeleton
+from blend_gateway.assembler.reasoning import CLOSING, holds_reasoning, split_reasoning
+from blend_gateway.assembler.skeleton import Skeleton, render_skeleton
 from blend_gateway.assembler.template import ChatTemplate, ChatTokenizer, TemplateArguments
 from blend_gateway.assembler.veil import Veil
 
@@ -104,23 +105,41 @@ class Assembler:
             AssemblyError: The request cannot be assembled; see its subclasses.
         """
         template = self._resolve_template(tools)
-        veil = Veil(self._markup)
-        conversation = Conversation(
-            veil=veil, content_format=template.content_format, resolve=resolve
-        )
-        hidden = conversation.read(messages, documents)
-        extra = template.accepted(chat_template_kwargs, self._tokenizer)
-        arguments = TemplateArguments(
-            tools=veil.cover_tree(list(tools), "tools", is_leading=True) if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            extra=veil.cover_tree(extra, "chat_template_kwargs", is_leading=True),
-        )
-        skeleton = render_skeleton(
-            template, self._tokenizer, veil, hidden, arguments, self._encoders.control_tokens
-        )
-        if skeleton is None:
-            return None
+        kwargs = template.accepted(chat_template_kwargs, self._tokenizer)
+        parses_reasoning = CLOSING in template.landmarks and holds_reasoning(messages)
+        for shows_reasoning_tags in (True, False) if parses_reasoning else (False,):
+            veil = Veil(self._markup)
+            conversation = Conversation(
+                veil=veil,
+                content_format=template.content_format,
+                resolve=resolve,
+                shows_reasoning_tags=shows_reasoning_tags,
+            )
+            hidden = conversation.read(messages, documents)
+            skeleton = render_skeleton(
+                template,
+                self._tokenizer,
+                veil,
+                hidden,
+                TemplateArguments(
+                    tools=veil.cover_tree(list(tools), "tools", is_leading=True) if tools else None,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    extra=veil.cover_tree(kwargs, "chat_template_kwargs", is_leading=True),
+                ),
+                variants=split_reasoning(hidden) if shows_reasoning_tags else (hidden,),
+            )
+            if skeleton is not None:
+                return self._write(skeleton, veil)
+        if veil.documents or veil.inert_texts(template.special) != veil.texts:
+            raise TemplateError(
+                "the model's chat template rewrites the text of messages, so documents and text"
+                " that spells control tokens cannot be placed safely",
+                "chat_template_unsupported",
+            )
+        return None
+
+    def _write(self, skeleton: Skeleton, veil: Veil) -> AssembledPrompt:
         return write_prompt(
             PromptWriter(self._encoders, self.encode_document),
             skeleton.rendered,
@@ -142,4 +161,6 @@ class Assembler:
         return self._template(source)
 
     def _parse_template(self, source: str) -> ChatTemplate:
-        return ChatTemplate.parse(source, self._tokenizer, self._content_format)
+        return ChatTemplate.parse(
+            source, self._tokenizer, self._encoders.control_tokens, self._content_format
+        )

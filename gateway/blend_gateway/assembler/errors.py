@@ -3,7 +3,7 @@
 AssemblyError
   DocumentError     a document is malformed, empty, or not to be found
   MessageError      a message has a shape, role or content part that cannot be rendered
-  TemplateError     the model's chat template is missing, rejects the messages, or cannot be followed
+  TemplateError     the chat template is missing, rejects the messages, or cannot be followed
 """
 
 
@@ -38,7 +38,8 @@ class MessageError(AssemblyError):
 class TemplateError(AssemblyError):
     """The chat template is missing, rejects the messages, or does what cannot be followed.
 
-    `code` is ``chat_template_missing``, ``chat_template_rejected`` or ``chat_template_unsupported``.
+    `code` is ``chat_template_missing``, ``chat_template_rejected``,
+    ``chat_template_unsupported`` or ``tokenizer_unsupported``.
     """
 
     def __init__(self, message: str, code: str, param: str = "messages") -> None:

@@ -17,14 +17,22 @@ from blend_gateway.assembler.documents import (
     resolve_document,
 )
 from blend_gateway.assembler.errors import DocumentError, MessageError
+from blend_gateway.assembler.reasoning import CLOSING, OPENING
 from blend_gateway.assembler.veil import Veil
 
 ContentFormat = Literal["string", "openai"]
 """Whether templates get a message's content as one string or as a list of text parts."""
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 _DOCUMENT_ROLES = ("user", "tool")
 _LEADING_ROLES = ("system", "developer")
+_REASONING_TAG = re.compile(f"({OPENING}|{CLOSING})")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
@@ -36,11 +44,19 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Reads the messages of one request, hiding what it reads in `veil`."""
+    """Reads the messages of one request, hiding what it reads in `veil`.
+
+    Args:
+        veil: Takes the untrusted strings.
+        content_format: How the template takes content.
+        resolve: Finds stored documents.
+        shows_reasoning_tags: Whether reasoning tags in assistant messages are left to be seen.
+    """
 
     veil: Veil
     content_format: ContentFormat
     resolve: Resolver | None
+    shows_reasoning_tags: bool = False
 
     def read(self, messages: Any, documents: Sequence[Document]) -> list[dict[str, Any]]:
         """Turn a request's messages into the template's.
@@ -150,7 +166,14 @@ class Conversation:
     def _text_part(self, role: str, text: Any, param: str) -> _Part:
         if not isinstance(text, str):
             raise _invalid(f"must be a string, got {type(text).__name__}", param)
-        shown = self.veil.cover(text, param, is_leading=role in _LEADING_ROLES)
+        if role == "assistant" and self.shows_reasoning_tags:
+            pieces = _REASONING_TAG.split(text)
+            shown = "".join(
+                piece if _REASONING_TAG.fullmatch(piece) else self.veil.cover(piece, param)
+                for piece in pieces
+            )
+        else:
+            shown = self.veil.cover(text, param, is_leading=role in _LEADING_ROLES)
         return _Part(shown, is_document=False)
 
     def _document_part(self, document: Document, param: str) -> _Part:

@@ -6,7 +6,7 @@ from typing import Any
 
 from blend_gateway.assembler.errors import TemplateError
 from blend_gateway.assembler.template import ChatTemplate, ChatTokenizer, TemplateArguments
-from blend_gateway.assembler.veil import DocumentMark, Leaf, Veil, longest_first
+from blend_gateway.assembler.veil import DocumentMark, Leaf, Veil
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ def render_skeleton(
     veil: Veil,
     messages: list[dict[str, Any]],
     arguments: TemplateArguments,
-    control_tokens: Iterable[str],
+    *,
+    variants: Iterable[list[dict[str, Any]]],
 ) -> Skeleton | None:
     """Render hidden messages and check them against the texts they hide.
 
@@ -31,29 +32,28 @@ def render_skeleton(
     them made inert: the two must be the same string once the stand-ins are filled. So a template
     that trims or dumps its input is followed exactly, and one that rewrites it is noticed.
 
+    Args:
+        template: The template.
+        tokenizer: Renders it.
+        veil: What the stand-ins stand for.
+        messages: The messages, hidden.
+        arguments: What else the template gets, hidden.
+        variants: Ways to give the messages to the template; the first that passes is taken.
+
     Returns:
-        The skeleton. None if the template cannot be followed, there are no documents, and no text
-        holds anything to make inert.
+        The skeleton; None if the template cannot be followed.
 
     Raises:
-        TemplateError: The template rejects the messages, leaves out or repeats a document, or cannot
-            be followed where following it matters.
+        TemplateError: The template rejects the messages, or leaves out or repeats a document.
     """
-    rendered = template.render(tokenizer, messages, arguments)
-    stand_ins = veil.find(rendered)
-    special = longest_first([*control_tokens, *template.landmarks])
-    inert = [special.sub(lambda match: "x" * len(match.group()), text) for text in veil.texts]
-    if stand_ins is not None and veil.fill(rendered, inert) == _render_filled(
-        template, tokenizer, veil, messages, arguments, inert
-    ):
-        _check_documents(veil, stand_ins)
-        return Skeleton(rendered, stand_ins)
-    if veil.documents or inert != veil.texts:
-        raise TemplateError(
-            "the model's chat template rewrites the text of messages, so documents and text that"
-            " spells control tokens cannot be placed safely",
-            "chat_template_unsupported",
-        )
+    inert = veil.inert_texts(template.special)
+    wanted = _render_filled(template, tokenizer, veil, messages, arguments, inert)
+    for variant in variants:
+        rendered = template.render(tokenizer, variant, arguments)
+        stand_ins = veil.find(rendered)
+        if stand_ins is not None and veil.fill(rendered, inert) == wanted:
+            _check_documents(veil, stand_ins)
+            return Skeleton(rendered, stand_ins)
     return None
 
 

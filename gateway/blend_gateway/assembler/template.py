@@ -1,7 +1,7 @@
 """The chat template: what it reads, how it renders, and whether it can be followed."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from blend_gateway.assembler.errors import TemplateError
 from blend_gateway.assembler.messages import ContentFormat, merge_system_messages
+from blend_gateway.assembler.veil import longest_first
 
 _RESERVED = frozenset(
     {
@@ -74,23 +75,30 @@ class ChatTemplate:
         source: The Jinja text.
         variables: The names it reads.
         landmarks: Markup it names, and so may look for in what it is given.
+        special: Finds landmarks and control tokens.
         content_format: How it takes a message's content.
     """
 
     source: str
     variables: frozenset[str]
     landmarks: frozenset[str]
+    special: re.Pattern[str]
     content_format: ContentFormat
 
     @classmethod
     def parse(
-        cls, source: str, tokenizer: ChatTokenizer, content_format: ContentFormat | None
+        cls,
+        source: str,
+        tokenizer: ChatTokenizer,
+        control_tokens: Iterable[str],
+        content_format: ContentFormat | None,
     ) -> "ChatTemplate":
         """Read a template's source.
 
         Args:
             source: The Jinja text.
             tokenizer: Renders it.
+            control_tokens: The tokenizer's.
             content_format: Known from elsewhere, or None to try it out.
 
         Raises:
@@ -108,10 +116,12 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template is not valid: {error}", "chat_template_unsupported"
             ) from error
+        landmarks = _landmarks(tree)
         return cls(
             source=source,
             variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
-            landmarks=_landmarks(tree),
+            landmarks=landmarks,
+            special=longest_first([*control_tokens, *landmarks]),
             content_format=content_format or _try_content_format(source, tokenizer),
         )
 

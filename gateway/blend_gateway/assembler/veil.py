@@ -30,7 +30,7 @@ def _json_ascii(text: str) -> str:
 
 
 _PROBE = '"\u00e9'
-"""Carried by every stand-in: how it comes out says how the template writes strings at that place."""
+"""Part of every stand-in: how it comes out says how the template writes strings at that place."""
 
 _FORMS: Mapping[str, Form] = {form(_PROBE): form for form in (_raw, _json, _json_ascii)}
 
@@ -97,7 +97,7 @@ class Veil:
         return text[:start] + self._stand_in("t", index) + text[start + len(core) :]
 
     def cover_if_markup(self, text: str, param: str, *, is_leading: bool = False) -> str:
-        """Hide a text that holds markup; leave a name, a type or a number for the template to see."""
+        """Hide a text that holds markup; a name or a type stays for the template to see."""
         if is_unicode(text) and self._markup.isdisjoint(text):
             return text
         return self.cover(text, param, is_leading=is_leading)
@@ -158,6 +158,10 @@ class Veil:
         if isinstance(value, list):
             return [self.fill_tree(item, texts) for item in value]
         return value
+
+    def inert_texts(self, special: re.Pattern[str]) -> list[str]:
+        """The texts with every special string in them overwritten."""
+        return [special.sub(lambda match: "x" * len(match.group()), text) for text in self.texts]
 
     def _stand_in(self, kind: str, index: int) -> str:
         return f"{self._open}{kind}{index}k{_PROBE}{self._close}"
