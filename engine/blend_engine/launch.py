@@ -1,0 +1,17 @@
+"""How vLLM is told to load the connector."""
+
+from vllm.config import KVTransferConfig
+
+from blend_engine.config import BlendConfig
+
+WORKER_EXTENSION = "blend_engine.extension.BlendWorkerExtension"
+
+
+def kv_transfer_config(config: BlendConfig) -> KVTransferConfig:
+    """The transfer configuration that makes vLLM load the connector."""
+    return KVTransferConfig(
+        kv_connector="BlendConnector",
+        kv_connector_module_path="blend_engine.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=config.to_extra_config(),
+    )

@@ -1,0 +1,232 @@
+"""The blend pass: whole-model calls that fill a covered range of a request's paged cache.
+
+    write rotated cached K, V of every layer for all hit tokens     (the backend's own update)
+    with HKVD: call the model on the range up to the check layer    (the peek)
+    call the model once on fresh + selected tokens
+
+Each layer's own cache update overwrites the stale entries of the tokens it recomputes, so later layers
+and tokens read fresh KV. A compile is the same call with nothing cached and capture on. Architecture:
+CacheBlend (arXiv:2405.16444) section 4, with an exact positional mask.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+
+from blend_engine.attached import AttachedModel, cache_of
+from blend_engine.attention_batch import BlockTable, build_metadata
+from blend_engine.plan import Hit
+from blend_engine.pool import StoredSegment
+from blend_kernels import key_deviation, rotate_keys
+
+_Update = Callable[[Any, Tensor, Tensor, Any, Tensor], None]
+
+
+class _PeekDone(Exception):
+    """Ends a peek once the check layer's keys and values are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedHits:
+    """Cached KV moved to where it stands in this prompt.
+
+    Args:
+        positions_T: Prompt positions, sorted, int64, CPU.
+        k_LTHD: Rotated keys.
+        v_LTHD: Values.
+    """
+
+    positions_T: Tensor
+    k_LTHD: Tensor
+    v_LTHD: Tensor
+
+
+class ModelPass:
+    """Runs the model on chosen tokens of one request.
+
+    Args:
+        attached: The model.
+        vllm_config: The engine's configuration, for vLLM's forward context.
+        token_ids: Prompt ids of the covered range's prefix, int32.
+        block_ids: The request's blocks.
+    """
+
+    def __init__(
+        self,
+        attached: AttachedModel,
+        vllm_config: Any,
+        token_ids: NDArray[np.int32],
+        block_ids: tuple[int, ...],
+    ) -> None:
+        self._attached = attached
+        self._vllm_config = vllm_config
+        self._token_ids_T = torch.from_numpy(np.ascontiguousarray(token_ids))
+        self._table = BlockTable(attached, block_ids)
+        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def rotate(self, hits: list[tuple[Hit, StoredSegment]]) -> LoadedHits | None:
+        """Move each hit's keys from where they were compiled to where they stand now."""
+        parts_k, parts_v, positions = [], [], []
+        for hit, stored in hits:
+            rows = slice(hit.offset, hit.offset + hit.num_tokens)
+            delta = hit.start - (stored.start + hit.offset)
+            parts_k.append(self._rotate_layers(stored.k_LTHD[:, rows], delta))
+            parts_v.append(stored.v_LTHD[:, rows])
+            positions.append(torch.arange(hit.start, hit.end))
+        if not positions:
+            return None
+        device = self._attached.device
+        return LoadedHits(
+            positions_T=torch.cat(positions),
+            k_LTHD=torch.cat(parts_k, dim=1).to(device),
+            v_LTHD=torch.cat(parts_v, dim=1).to(device),
+        )
+
+    def write(self, loaded: LoadedHits) -> None:
+        """Write moved KV into the paged cache through each layer's own update."""
+        slots_T = self._table.slots(loaded.positions_T)
+        for index, name in enumerate(self._attached.layer_names):
+            layer = self._attached.layers[name]
+            layer.impl.do_kv_cache_update(
+                layer, loaded.k_LTHD[index], loaded.v_LTHD[index], cache_of(layer), slots_T
+            )
+
+    def peek(self, positions_T: Tensor, loaded: LoadedHits, check_layer: int) -> Tensor:
+        """KV deviation of the loaded tokens at the check layer.
+
+        Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece where
+        the check layer would write its cache: that layer's attention and MLP never run here.
+
+        Args:
+            positions_T: All positions of the range: fresh and loaded, sorted.
+            loaded: The cached KV to compare with; its positions are a subset.
+            check_layer: Index of the check layer.
+
+        Returns:
+            fp32 score per loaded token: squared distance of keys plus that of values.
+        """
+        name = self._attached.layer_names[check_layer]
+        score_T = torch.zeros(len(loaded.positions_T), device=self._attached.device)
+        for piece_T in positions_T.split(self._max_tokens):
+            seen: list[tuple[Tensor, Tensor]] = []
+            with self._intercepting(name, seen):
+                self._call(piece_T, skip_compiled=True)
+            fresh_k, fresh_v = seen[0]
+            in_piece = torch.isin(loaded.positions_T, piece_T)
+            rows = torch.searchsorted(piece_T, loaded.positions_T[in_piece])
+            score_T[in_piece] = key_deviation(
+                fresh_k[rows], loaded.k_LTHD[check_layer, in_piece]
+            ) + key_deviation(fresh_v[rows], loaded.v_LTHD[check_layer, in_piece])
+        return score_T
+
+    def compute(self, positions_T: Tensor) -> None:
+        """Run the whole model on `positions_T`, in position-ordered pieces."""
+        for piece_T in positions_T.split(self._max_tokens):
+            self._call(piece_T, skip_compiled=False)
+
+    def compute_and_capture(self, positions_T: Tensor, start: int, end: int) -> StoredSegment:
+        """As `compute`, keeping what the layers write for positions ``[start, end)``.
+
+        Returns:
+            A slab of its own in host memory; pinned where the cache is on a GPU.
+        """
+        attached = self._attached
+        pinned = attached.device.type == "cuda"
+        slabs = [
+            torch.empty(
+                (attached.num_layers, end - start, attached.num_kv_heads, head_dim),
+                dtype=attached.kv_dtype,
+                pin_memory=pinned,
+            )
+            for head_dim in attached.head_dims
+        ]
+        num_kept = 0
+        for piece_T in positions_T.split(self._max_tokens):
+            kept = (piece_T >= start) & (piece_T < end)
+            rows_T = piece_T[kept] - start
+            num_kept += len(rows_T)
+            with self._capturing(slabs, kept, rows_T):
+                self._call(piece_T, skip_compiled=False)
+        assert num_kept == end - start, "a compile must pass every token of its segment"
+        return StoredSegment(k_LTHD=slabs[0], v_LTHD=slabs[1], start=start)
+
+    def _rotate_layers(self, k_LTHD: Tensor, delta: int) -> Tensor:
+        attached = self._attached
+        if delta == 0:
+            return k_LTHD
+        deltas_T = torch.full((k_LTHD.shape[1],), delta, dtype=torch.int64)
+        if len(attached.tables) == 1:
+            return rotate_keys(k_LTHD, deltas_T, attached.tables[0], is_neox=attached.is_neox)
+        layers = [
+            rotate_keys(k_THD, deltas_T, attached.tables[table], is_neox=attached.is_neox)
+            for k_THD, table in zip(k_LTHD, attached.table_of_layer, strict=True)
+        ]
+        return torch.stack(layers)
+
+    def _call(self, positions_T: Tensor, *, skip_compiled: bool) -> None:
+        attached = self._attached
+        slots_T = self._table.slots(positions_T)
+        metadata = build_metadata(attached, self._table, positions_T, slots_T)
+        input_ids = self._token_ids_T[positions_T].to(attached.device)
+        with set_forward_context(
+            metadata,
+            self._vllm_config,
+            num_tokens=len(positions_T),
+            slot_mapping=dict.fromkeys(attached.layer_names, slots_T),
+            skip_compiled=skip_compiled,
+        ):
+            try:
+                attached.model(input_ids=input_ids, positions=positions_T.to(attached.device))
+            except _PeekDone:
+                pass
+
+    @contextmanager
+    def _intercepting(self, name: str, seen: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        def stop(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Tensor) -> None:
+            # Padded on the GPU; the slot mapping is not.
+            seen.append((key[: len(slots)], value[: len(slots)]))
+            raise _PeekDone
+
+        with _replacing_update(self._attached.layers[name].impl, lambda _: stop):
+            yield
+
+    @contextmanager
+    def _capturing(self, slabs: list[Tensor], kept: Tensor, rows_T: Tensor) -> Iterator[None]:
+        first, last = (int(rows_T[0]), int(rows_T[-1]) + 1) if len(rows_T) else (0, 0)
+        picked = torch.nonzero(kept).flatten()
+
+        def recorder(index: int) -> Callable[[_Update], _Update]:
+            def wrap(original: _Update) -> _Update:
+                def record(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Tensor) -> None:
+                    original(layer, key, value, cache, slots)
+                    source = picked.to(key.device)
+                    slabs[0][index, first:last].copy_(key[source])
+                    slabs[1][index, first:last].copy_(value[source])
+
+                return record
+
+            return wrap
+
+        with ExitStack() as stack:
+            for index, name in enumerate(self._attached.layer_names):
+                stack.enter_context(
+                    _replacing_update(self._attached.layers[name].impl, recorder(index))
+                )
+            yield
+
+
+@contextmanager
+def _replacing_update(impl: Any, wrap: Callable[[_Update], _Update]) -> Iterator[None]:
+    """Shadow one instance's `do_kv_cache_update`; the class is untouched and nothing stays behind."""
+    impl.do_kv_cache_update = wrap(impl.do_kv_cache_update)
+    try:
+        yield
+    finally:
+        del impl.do_kv_cache_update

@@ -1,0 +1,83 @@
+"""Per-layer RoPE tables, taken from the model's own rotary modules and checked before use.
+
+A table is fp32, one row per distance, cosines then sines. It is normalised so that row 0 is the
+identity: YaRN scales both by a magnitude factor that the stored keys already carry.
+"""
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCE_FP32 = 2e-3
+"""Angle sums at far distances: an fp32 product of position and frequency at 32k rounds by 2e-3."""
+
+
+class UnsupportedRotary(Exception):
+    """The model's positions cannot be moved; blending is refused with this reason."""
+
+
+def find_rotary(model: nn.Module, attention_path: str) -> nn.Module:
+    """The rotary module that serves an attention layer: the nearest `rotary_emb` above it.
+
+    Args:
+        model: The loaded model.
+        attention_path: Name of the attention layer within `model`.
+
+    Raises:
+        UnsupportedRotary: There is none.
+    """
+    modules = dict(model.named_modules())
+    parts = attention_path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        parent = modules.get(".".join(parts[:depth]))
+        rotary = getattr(parent, "rotary_emb", None)
+        if isinstance(rotary, nn.Module):
+            return rotary
+    raise UnsupportedRotary(f"no rotary embedding above {attention_path!r}")
+
+
+def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
+    """The normalised fp32 table of a rotary module, on the CPU.
+
+    Args:
+        rotary: One of vLLM's rotary modules.
+        max_distance: Rows needed.
+
+    Returns:
+        ``[P, R]`` with P >= `max_distance` rows where the module has them; R is the rotary dim.
+
+    Raises:
+        UnsupportedRotary: Not plain rotations by an angle linear in the position.
+    """
+    name = type(rotary).__name__
+    compute = getattr(rotary, "_compute_cos_sin_cache", None)
+    cached = getattr(rotary, "cos_sin_cache", None)
+    if compute is None or not isinstance(cached, Tensor) or cached.ndim != 2:
+        raise UnsupportedRotary(f"unknown RoPE kind {name!r}")
+    if "MRotary" in name or "DualChunk" in name or "Long" in name or "Fourier" in name:
+        raise UnsupportedRotary(f"RoPE kind {name!r} is not a rotation by one position")
+    with torch.device("cpu"):
+        table_PR = compute().float().cpu()
+    if table_PR.shape != cached.shape:
+        raise UnsupportedRotary(f"{name!r} computes another table than it uses")
+    error = (table_PR.to(cached.dtype).float() - cached.float().cpu()).abs().max().item()
+    if error > 1e-2:
+        raise UnsupportedRotary(f"{name!r} computes another table than it uses, off by {error:.3g}")
+    half = table_PR.shape[1] // 2
+    table_PR = table_PR / table_PR[0, :half].repeat(2)
+    _check_composes(table_PR, name)
+    if len(table_PR) < max_distance:
+        raise UnsupportedRotary(f"{name!r} has {len(table_PR)} rows, {max_distance} are needed")
+    return table_PR[:max_distance].contiguous()
+
+
+def _check_composes(table_PR: Tensor, name: str) -> None:
+    """Rotations must add up: R(a) R(b) = R(a + b). Position-dependent schemes break this law."""
+    half = table_PR.shape[1] // 2
+    cos, sin = table_PR[:, :half], table_PR[:, half:]
+    rows = len(table_PR)
+    for a, b in ((1, 1), (3, rows // 5), (rows // 3, rows // 2), (7, rows - 8)):
+        if a < 0 or b < 0 or a + b >= rows:
+            continue
+        expected = cos[a] * cos[b] - sin[a] * sin[b]
+        if (expected - cos[a + b]).abs().max().item() > max(_TOLERANCE_FP32, 1e-6 * rows):
+            raise UnsupportedRotary(f"RoPE kind {name!r} does not rotate by a linear angle")

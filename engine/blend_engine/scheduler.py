@@ -1,0 +1,461 @@
+"""The scheduler role: decides what every pass does; holds the index of what is resident.
+
+Side effects happen in `update_state_after_alloc` only: leases are taken and room is reserved there,
+and both end when the workers acknowledge the pass. `get_num_new_matched_tokens` may be asked any
+number of times and changes nothing but a memo. Nothing here raises on request data.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from blend_engine.config import BlendConfig
+from blend_engine.errors import InvalidBlendParams
+from blend_engine.hazards import ForwardWrite, fresh_ranges
+from blend_engine.index import SegmentIndex, TokenArray
+from blend_engine.messages import BlendAck, BlendMetadata, Capture, PassOrder, PassOutcome
+from blend_engine.plan import Plan, make_plan
+from blend_engine.protocol import (
+    BlendParams,
+    CompileParams,
+    DropParams,
+    FallbackReason,
+    RequestParams,
+    SegmentStatus,
+    StoreEvent,
+    StoreEventKind,
+    StoreStats,
+    parse_request_params,
+)
+from blend_engine.reporting import BlendStats, Outbox, make_report
+from blend_engine.segments import SegmentKey, SegmentSpan, segment_key
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that carries blend parameters, from its first question to its end."""
+
+    params: RequestParams
+    prompt: TokenArray
+    keys: tuple[SegmentKey, ...]
+    plan: Plan | None = None
+    statuses: tuple[SegmentStatus, ...] = ()
+    reported: bool = False
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """A pass of the step being built."""
+
+    request_id: str
+    tracked: _Tracked
+    plan: Plan
+    block_ids: tuple[int, ...]
+    leased: tuple[SegmentKey, ...] = ()
+    capture: Capture | None = None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A pass that the workers have not acknowledged yet."""
+
+    tracked: _Tracked
+    plan: Plan
+    local_tokens: int
+    leased: tuple[SegmentKey, ...]
+    capture: Capture | None
+
+
+@dataclass(slots=True)
+class _Counters:
+    load_failures: int = 0
+    loaded_tokens: int = 0
+    pass_ids: Any = field(default_factory=itertools.count)
+
+
+class BlendScheduler:
+    """Plans passes and accounts for them.
+
+    Args:
+        config: The connector's settings.
+        block_size: Tokens per block of vLLM's cache.
+        bytes_per_token: KV bytes of one token over all layers on one rank.
+    """
+
+    def __init__(self, config: BlendConfig, *, block_size: int, bytes_per_token: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._index = SegmentIndex(
+            budget_bytes=config.store_bytes, bytes_per_token=bytes_per_token
+        )
+        self._bytes_per_token = bytes_per_token
+        self._requests: dict[str, _Tracked] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._admitted: list[_Admitted] = []
+        self._in_flight: dict[int, _InFlight] = {}
+        self._outbox = Outbox()
+        self._counters = _Counters()
+        self._ready = False
+        self._unsupported_reason: str | None = None
+
+    # What vLLM's scheduler asks, in the order it asks.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens after `num_computed` a pass would cover; None defers the request."""
+        tracked = self._track(request)
+        if tracked is None:
+            return 0, False
+        if isinstance(tracked.params, DropParams):
+            return (None if self._in_use(tracked.params.keys) else 0), False
+        tracked.plan = self._plan(tracked, request, num_computed)
+        return tracked.plan.num_external_tokens, False
+
+    def update_state_after_alloc(
+        self, request: Any, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """The request is admitted to this step with that many external tokens."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        if isinstance(tracked.params, DropParams):
+            self._drop(tracked.params)
+            return
+        plan = tracked.plan
+        if plan is None or num_external_tokens == 0:
+            self._report_unplanned(tracked, plan)
+            return
+        if num_external_tokens != plan.num_external_tokens:
+            # vLLM may round an external count down to whole blocks; the rest is its own to compute.
+            plan = self._replan(tracked, plan, plan.num_computed + num_external_tokens)
+        self._admitted.append(
+            _Admitted(
+                request_id=request.request_id,
+                tracked=tracked,
+                plan=plan,
+                block_ids=tuple(block_ids),
+                leased=self._lease(plan),
+                capture=self._reserve(tracked),
+            )
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
+        """The step's orders."""
+        self._follow_blocks(scheduler_output)
+        admitted, self._admitted = self._admitted, []
+        writes = self._forward_writes(scheduler_output) if admitted else {}
+        metadata = BlendMetadata(freed_keys=self._index.take_evicted())
+        for item in admitted:
+            metadata.passes.append(self._order(item, writes))
+        for key in metadata.freed_keys:
+            self._outbox.events.append(StoreEvent(kind=StoreEventKind.EVICTED, key=key))
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers have finished a step."""
+        ack = getattr(connector_output, "kv_connector_worker_meta", None)
+        if not isinstance(ack, BlendAck):
+            return
+        if (ack.ready, ack.unsupported_reason) != (self._ready, self._unsupported_reason):
+            self._ready, self._unsupported_reason = ack.ready, ack.unsupported_reason
+            self._outbox.unsupported_reason = ack.unsupported_reason
+            self._outbox.announce = True
+        for outcome in ack.outcomes:
+            flight = self._in_flight.pop(outcome.pass_id, None)
+            if flight is not None:
+                self._settle(flight, outcome)
+
+    def request_finished(self, request: Any) -> None:
+        """Forget the request. Its passes settle with their acknowledgement, not here."""
+        self._requests.pop(request.request_id, None)
+        self._blocks.pop(request.request_id, None)
+
+    def take_stats(self) -> BlendStats | None:
+        """Reports and events since the last call."""
+        return self._outbox.take(self.store_stats())
+
+    def store_stats(self) -> StoreStats:
+        """The store now."""
+        return StoreStats(
+            num_segments=len(self._index),
+            num_bytes=self._index.num_bytes,
+            budget_bytes=self._config.store_bytes,
+            num_leases=self._index.num_leases,
+            num_evictions=self._index.num_evictions,
+            num_load_failures=self._counters.load_failures,
+            loaded_tokens=self._counters.loaded_tokens,
+        )
+
+    # Tracking and planning.
+
+    def _track(self, request: Any) -> _Tracked | None:
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            return tracked
+        try:
+            params = parse_request_params(getattr(request, "kv_transfer_params", None))
+        except InvalidBlendParams as error:
+            logger.warning("request %s is served without blending: %s", request.request_id, error)
+            return None
+        if params is None or request.prompt_token_ids is None:
+            return None
+        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        spans = _spans(params)
+        if spans and spans[-1].end > len(prompt):
+            logger.warning("request %s names spans beyond its prompt", request.request_id)
+            return None
+        keys = tuple(
+            segment_key(params.tenant, span.context, prompt[span.start : span.end])
+            for span in spans
+            if not isinstance(params, DropParams)
+        )
+        tracked = _Tracked(params=params, prompt=prompt, keys=keys)
+        self._requests[request.request_id] = tracked
+        return tracked
+
+    def _plan(self, tracked: _Tracked, request: Any, num_computed: int) -> Plan:
+        nothing = Plan(num_computed=num_computed, covered_end=num_computed, hits=())
+        params = tracked.params
+        servable = self._ready and self._unsupported_reason is None and _may_reuse(request)
+        if isinstance(params, CompileParams):
+            if not servable or self._is_resident(tracked, 0):
+                return nothing
+            end = max(num_computed, len(tracked.prompt) - 1)
+            return Plan(num_computed=num_computed, covered_end=end, hits=())
+        assert isinstance(params, BlendParams)
+        tracked.statuses = tuple(
+            self._status(tracked, index, num_computed) for index in range(len(params.segments))
+        )
+        if not servable:
+            return nothing
+        return self._replan(tracked, nothing, None)
+
+    def _replan(self, tracked: _Tracked, plan: Plan, covered_end: int | None) -> Plan:
+        if isinstance(tracked.params, CompileParams):
+            assert covered_end is not None
+            return Plan(num_computed=plan.num_computed, covered_end=covered_end, hits=())
+        keys = [
+            key if self._is_resident(tracked, index) else None
+            for index, key in enumerate(tracked.keys)
+        ]
+        return make_plan(
+            _spans(tracked.params),
+            keys,
+            num_computed=plan.num_computed,
+            prompt_len=len(tracked.prompt),
+            covered_end=covered_end,
+        )
+
+    def _status(self, tracked: _Tracked, index: int, num_computed: int) -> SegmentStatus:
+        span = _spans(tracked.params)[index]
+        if self._is_resident(tracked, index) or span.end <= num_computed:
+            return SegmentStatus.HIT
+        if span.num_tokens < self._config.min_segment_tokens:
+            return SegmentStatus.TOO_SHORT
+        return SegmentStatus.MISS
+
+    def _is_resident(self, tracked: _Tracked, index: int) -> bool:
+        span = _spans(tracked.params)[index]
+        if span.num_tokens < self._config.min_segment_tokens:
+            return False
+        return self._index.lookup(tracked.keys[index], tracked.prompt[span.start : span.end])
+
+    def _report_unplanned(self, tracked: _Tracked, plan: Plan | None) -> None:
+        params = tracked.params
+        if isinstance(params, CompileParams):
+            self._report_unplanned_compile(tracked)
+        elif isinstance(params, BlendParams) and not tracked.reported:
+            tracked.reported = True
+            unserved = not self._ready or self._unsupported_reason is not None
+            self._outbox.reports.append(
+                make_report(
+                    params,
+                    prompt_tokens=len(tracked.prompt),
+                    local_tokens=plan.num_computed if plan else 0,
+                    statuses=tracked.statuses,
+                    outcome=None,
+                    fallback_reason=FallbackReason.UNSUPPORTED_MODEL if unserved else None,
+                )
+            )
+
+    def _report_unplanned_compile(self, tracked: _Tracked) -> None:
+        if self._is_resident(tracked, 0):
+            self._compile_event(tracked, StoreEventKind.STORED, None)
+        else:
+            reason = self._unsupported_reason or "not_compilable"
+            self._compile_event(tracked, StoreEventKind.FAILED, reason)
+
+    def _compile_event(self, tracked: _Tracked, kind: StoreEventKind, reason: str | None) -> None:
+        params = tracked.params
+        assert isinstance(params, CompileParams)
+        self._outbox.events.append(
+            StoreEvent(
+                kind=kind,
+                key=tracked.keys[0],
+                num_tokens=params.segment.num_tokens,
+                num_bytes=params.segment.num_tokens * self._bytes_per_token,
+                plan_id=params.plan_id,
+                reason=reason,
+            )
+        )
+
+    # Leases, room, removal.
+
+    def _lease(self, plan: Plan) -> tuple[SegmentKey, ...]:
+        keys = tuple(hit.key for hit in plan.hits)
+        for key in keys:
+            self._index.acquire(key)
+        return keys
+
+    def _reserve(self, tracked: _Tracked) -> Capture | None:
+        params = tracked.params
+        if not isinstance(params, CompileParams):
+            return None
+        span, key = params.segment, tracked.keys[0]
+        if self._index.is_reserved(key):
+            # The same segment is being compiled in this very step; that one's event serves both.
+            return None
+        if not self._index.reserve(key, tracked.prompt[span.start : span.end].copy()):
+            self._compile_event(tracked, StoreEventKind.FAILED, "store_full")
+            return None
+        return Capture(key=key, start=span.start, end=span.end)
+
+    def _in_use(self, keys: Sequence[SegmentKey]) -> bool:
+        leased = {key for flight in self._in_flight.values() for key in flight.leased}
+        leased.update(key for item in self._admitted for key in item.leased)
+        return any(key in leased or self._index.is_reserved(key) for key in keys)
+
+    def _drop(self, params: DropParams) -> None:
+        self._index.drop(params.keys)
+        for key in params.keys:
+            self._outbox.events.append(
+                StoreEvent(kind=StoreEventKind.DROPPED, key=key, plan_id=params.plan_id)
+            )
+
+    # One step.
+
+    def _order(self, item: _Admitted, writes: dict[str, ForwardWrite]) -> PassOrder:
+        params, plan = item.tracked.params, item.plan
+        if isinstance(params, CompileParams):
+            # Canonical KV comes from one computation; cached blocks would leave holes in the capture.
+            fresh = ((0, plan.num_computed),) if plan.num_computed else ()
+        else:
+            fresh = fresh_ranges(
+                item.block_ids,
+                num_computed=plan.num_computed,
+                block_size=self._block_size,
+                writes=[write for key, write in writes.items() if key != item.request_id],
+            )
+        pass_id = next(self._counters.pass_ids)
+        self._in_flight[pass_id] = _InFlight(
+            tracked=item.tracked,
+            plan=plan,
+            local_tokens=plan.num_computed - sum(end - start for start, end in fresh),
+            leased=item.leased,
+            capture=item.capture,
+        )
+        selection: dict[str, Any] = {}
+        if isinstance(params, BlendParams):
+            selection = {
+                "policy": params.policy,
+                "recompute_ratio": params.recompute_ratio,
+                "check_layer": params.check_layer,
+            }
+        return PassOrder(
+            pass_id=pass_id,
+            token_ids=item.tracked.prompt[: plan.covered_end],
+            block_ids=item.block_ids,
+            plan=plan,
+            fresh_ranges=fresh,
+            capture=item.capture,
+            **selection,
+        )
+
+    def _settle(self, flight: _InFlight, outcome: PassOutcome) -> None:
+        for key in flight.leased:
+            self._index.release(key)
+        for key in outcome.failed_keys:
+            self._counters.load_failures += 1
+            self._index.discard(key)
+        self._counters.loaded_tokens += (
+            outcome.reused_tokens + outcome.recomputed_tokens + outcome.loaded_exact_tokens
+        )
+        tracked = flight.tracked
+        if flight.capture is not None:
+            self._settle_capture(tracked, flight.capture, outcome)
+        elif isinstance(tracked.params, BlendParams) and not tracked.reported:
+            tracked.reported = True
+            self._outbox.reports.append(
+                make_report(
+                    tracked.params,
+                    prompt_tokens=len(tracked.prompt),
+                    local_tokens=flight.local_tokens,
+                    statuses=tracked.statuses,
+                    outcome=outcome,
+                )
+            )
+
+    def _settle_capture(self, tracked: _Tracked, capture: Capture, outcome: PassOutcome) -> None:
+        if outcome.captured:
+            self._index.complete(capture.key)
+            self._compile_event(tracked, StoreEventKind.STORED, None)
+        else:
+            self._index.abandon(capture.key)
+            self._compile_event(tracked, StoreEventKind.FAILED, outcome.error or "not_captured")
+
+    def _follow_blocks(self, scheduler_output: Any) -> None:
+        """Keep every running request's block list, to know what the forward writes."""
+        for new in scheduler_output.scheduled_new_reqs:
+            self._blocks[new.req_id] = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = _resumed_ids(cached)
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in resumed:
+                self._blocks[request_id] = list(new_ids[0]) if new_ids else []
+            elif new_ids:
+                self._blocks.setdefault(request_id, []).extend(new_ids[0])
+        for request_id in scheduler_output.finished_req_ids:
+            self._blocks.pop(request_id, None)
+
+    def _forward_writes(self, scheduler_output: Any) -> dict[str, ForwardWrite]:
+        cached = scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update(
+            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        )
+        return {
+            request_id: ForwardWrite(
+                block_ids=self._blocks.get(request_id, ()),
+                start=starts[request_id],
+                end=starts[request_id] + num_tokens,
+            )
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in starts
+        }
+
+
+def _spans(params: RequestParams) -> tuple[SegmentSpan, ...]:
+    if isinstance(params, BlendParams):
+        return params.segments
+    if isinstance(params, CompileParams):
+        return (params.segment,)
+    return ()
+
+
+def _may_reuse(request: Any) -> bool:
+    """Whether the request lets cached KV stand for its prompt; prompt logprobs need every token."""
+    return (
+        not getattr(request, "skip_reading_prefix_cache", False)
+        and getattr(request, "lora_request", None) is None
+    )
+
+
+def _resumed_ids(cached: Any) -> set[str]:
+    """Requests that come back from preemption, whose block lists are whole, not increments."""
+    resumed = getattr(cached, "resumed_req_ids", None)
+    return set(resumed) if resumed is not None else set()
