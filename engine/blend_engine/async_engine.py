@@ -39,7 +39,7 @@ from blend_engine.segments import SegmentContext, SegmentKey, segment_key
 
 _REPORT_TIMEOUT_S = 10.0
 _COMPILE_PRIORITY = 1000
-"""Behind every user's request: vLLM serves low numbers first under `scheduling_policy="priority"`."""
+"""Behind every user's request: under the policy `priority` vLLM serves low numbers first."""
 
 
 class BlendAsyncLLM(AsyncLLM):
@@ -65,7 +65,8 @@ class BlendAsyncLLM(AsyncLLM):
             usage_context: Passed through to vLLM.
 
         Raises:
-            ValueError: The arguments name another connector or worker extension, or vLLM refuses them.
+            ValueError: The arguments name another connector or worker extension, or vLLM refuses
+            them.
         """
         if engine_args.kv_transfer_config is not None or engine_args.worker_extension_cls:
             raise ValueError(
@@ -119,7 +120,7 @@ class BlendAsyncLLM(AsyncLLM):
         return self._mirror.store
 
     async def report(self, plan_id: str) -> BlendReport | None:
-        """The report of a plan; waits until its first token. None where the request ended without."""
+        """The report of a plan, once its first token is there; None where there will be none."""
         return await self._mirror.wait_for_report(plan_id, _REPORT_TIMEOUT_S)
 
     async def compile(
@@ -263,7 +264,8 @@ class BlendAsyncLLM(AsyncLLM):
         )
         if self.scheduler_config.policy != "priority":
             priority = 0
-        # A salt of its own: canonical KV is computed from the first token on, never from cached blocks.
+        # A salt of its own: canonical KV is computed from the first token on, never from cached
+        # blocks.
         prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=request_id)
         try:
             stream = super().generate(prompt, sampling_params, request_id, priority=priority)

@@ -90,7 +90,7 @@ def attach(
     first = layers[names[0]]
     device = _cache_tensor(first).device
     try:
-        tables, table_of_layer, is_neox = _rotary_tables(model, layers, vllm_config)
+        tables, table_of_layer, is_neox = _rotary_tables(model, layers, vllm_config, device)
     except UnsupportedRotary as error:
         raise UnsupportedModel(str(error)) from error
     spec = _spec_of(kv_cache_config, names[0])
@@ -183,7 +183,7 @@ def _refuse_layers(layers: Mapping[str, Any]) -> None:
 
 
 def _rotary_tables(
-    model: nn.Module, layers: Mapping[str, Any], vllm_config: Any
+    model: nn.Module, layers: Mapping[str, Any], vllm_config: Any, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
     paths = {id(module): path for path, module in model.named_modules()}
     max_distance = vllm_config.model_config.max_model_len
@@ -198,7 +198,7 @@ def _rotary_tables(
         rotary = find_rotary(model, path)
         if id(rotary) not in index_of:
             index_of[id(rotary)] = len(tables)
-            tables.append(rotation_table(rotary, max_distance))
+            tables.append(rotation_table(rotary, max_distance).to(device))
             styles.add(bool(getattr(rotary, "is_neox_style", True)))
         table_of_layer.append(index_of[id(rotary)])
     if len(styles) != 1:

@@ -56,7 +56,7 @@ class CompileQueue:
         """Queue a job, or join the one of the same key.
 
         Returns:
-            The outcome to come, shielded from the caller's cancellation; None where the queue is full.
+            The outcome to come, shielded from the caller; None where the queue is full.
         """
         pending = self._pending.get(job.key)
         if pending is None:

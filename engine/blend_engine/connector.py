@@ -102,9 +102,7 @@ class BlendConnector(KVConnectorBase_V1):
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @override
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids: Sequence[int] = blocks.get_block_ids()[0]
         self.scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 

@@ -1,7 +1,7 @@
 """The worker extension: hands the loaded model to the connector's worker role.
 
-vLLM mixes this class into its worker (`worker_extension_cls`); the engine then calls `blend_attach` on
-every worker by name, once, after start-up.
+vLLM mixes this class into its worker (`worker_extension_cls`); the engine then calls `blend_attach`
+on every worker by name, once, after start-up.
 """
 
 from typing import Any

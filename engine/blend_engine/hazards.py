@@ -2,8 +2,8 @@
 
 vLLM puts a request's full blocks into its prefix cache when it schedules the request, before any
 forward has filled them. A request admitted later in the same step may hit those blocks. vLLM's own
-forward is safe, since every layer writes before it attends; a pass runs before that forward and would
-read blocks that nobody has written yet.
+forward is safe, since every layer writes before it attends; a pass runs before that forward and
+would read blocks that nobody has written yet.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -68,7 +68,7 @@ class SegmentIndex:
         return sum(entry.state is _State.RESIDENT for entry in self._entries.values())
 
     def lookup(self, key: SegmentKey, token_ids: TokenArray) -> bool:
-        """Whether the segment is resident. Token ids are compared, so a hash collision is a miss."""
+        """Whether the segment is resident; ids are compared, so a hash collision is a miss."""
         entry = self._entries.get(key)
         return (
             entry is not None

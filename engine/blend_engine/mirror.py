@@ -1,7 +1,7 @@
 """EngineMirror: what the front end has heard of the connector's scheduler role.
 
-Fed by a vLLM stat logger in the front-end process. A hint for statuses and strict mode; the scheduler
-role overrules it. Reports wait here until they are asked for.
+Fed by a vLLM stat logger in the front-end process. A hint for statuses and strict mode; the
+scheduler role overrules it. Reports wait here until they are asked for.
 """
 
 import asyncio

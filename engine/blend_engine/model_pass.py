@@ -4,13 +4,13 @@
     with HKVD: call the model on the range up to the check layer    (the peek)
     call the model once on fresh + selected tokens
 
-Each layer's own cache update overwrites the stale entries of the tokens it recomputes, so later layers
-and tokens read fresh KV. A compile is the same call with nothing cached and capture on. Architecture:
-CacheBlend (arXiv:2405.16444) section 4, with an exact positional mask.
+Each layer's own cache update overwrites the stale entries of the tokens it recomputes, so later
+layers and tokens read fresh KV. A compile is the same call with nothing cached and capture on.
+Architecture: CacheBlend (arXiv:2405.16444) section 4, with an exact positional mask.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,20 +73,21 @@ class ModelPass:
 
     def rotate(self, hits: list[tuple[Hit, StoredSegment]]) -> LoadedHits | None:
         """Move each hit's keys from where they were compiled to where they stand now."""
+        device = self._attached.device
         parts_k, parts_v, positions = [], [], []
         for hit, stored in hits:
             rows = slice(hit.offset, hit.offset + hit.num_tokens)
             delta = hit.start - (stored.start + hit.offset)
-            parts_k.append(self._rotate_layers(stored.k_LTHD[:, rows], delta))
-            parts_v.append(stored.v_LTHD[:, rows])
+            k_LTHD = stored.k_LTHD[:, rows].to(device, non_blocking=True)
+            parts_k.append(self._rotate_layers(k_LTHD, delta))
+            parts_v.append(stored.v_LTHD[:, rows].to(device, non_blocking=True))
             positions.append(torch.arange(hit.start, hit.end))
         if not positions:
             return None
-        device = self._attached.device
         return LoadedHits(
             positions_T=torch.cat(positions),
-            k_LTHD=torch.cat(parts_k, dim=1).to(device),
-            v_LTHD=torch.cat(parts_v, dim=1).to(device),
+            k_LTHD=torch.cat(parts_k, dim=1),
+            v_LTHD=torch.cat(parts_v, dim=1),
         )
 
     def write(self, loaded: LoadedHits) -> None:
@@ -101,8 +102,8 @@ class ModelPass:
     def peek(self, positions_T: Tensor, loaded: LoadedHits, check_layer: int) -> Tensor:
         """KV deviation of the loaded tokens at the check layer.
 
-        Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece where
-        the check layer would write its cache: that layer's attention and MLP never run here.
+        Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece
+        where the check layer would write its cache: that layer's attention and MLP never run here.
 
         Args:
             positions_T: All positions of the range: fresh and loaded, sorted.
@@ -161,31 +162,39 @@ class ModelPass:
         attached = self._attached
         if delta == 0:
             return k_LTHD
-        deltas_T = torch.full((k_LTHD.shape[1],), delta, dtype=torch.int64)
+        deltas_T = torch.full((k_LTHD.shape[1],), delta, dtype=torch.int64, device=k_LTHD.device)
         if len(attached.tables) == 1:
-            return rotate_keys(k_LTHD, deltas_T, attached.tables[0], is_neox=attached.is_neox)
+            return self._rotate_keys(k_LTHD, deltas_T, 0)
         layers = [
-            rotate_keys(k_THD, deltas_T, attached.tables[table], is_neox=attached.is_neox)
+            self._rotate_keys(k_THD, deltas_T, table)
             for k_THD, table in zip(k_LTHD, attached.table_of_layer, strict=True)
         ]
         return torch.stack(layers)
+
+    def _rotate_keys(self, k_THD: Tensor, deltas_T: Tensor, table: int) -> Tensor:
+        # The table was checked when the model was attached, and spans lie within `max_model_len`.
+        return rotate_keys(
+            k_THD,
+            deltas_T,
+            self._attached.tables[table],
+            is_neox=self._attached.is_neox,
+            check_values=False,
+        )
 
     def _call(self, positions_T: Tensor, *, skip_compiled: bool) -> None:
         attached = self._attached
         slots_T = self._table.slots(positions_T)
         metadata = build_metadata(attached, self._table, positions_T, slots_T)
         input_ids = self._token_ids_T[positions_T].to(attached.device)
-        with set_forward_context(
+        context = set_forward_context(
             metadata,
             self._vllm_config,
             num_tokens=len(positions_T),
             slot_mapping=dict.fromkeys(attached.layer_names, slots_T),
             skip_compiled=skip_compiled,
-        ):
-            try:
-                attached.model(input_ids=input_ids, positions=positions_T.to(attached.device))
-            except _PeekDone:
-                pass
+        )
+        with context, suppress(_PeekDone):
+            attached.model(input_ids=input_ids, positions=positions_T.to(attached.device))
 
     @contextmanager
     def _intercepting(self, name: str, seen: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -204,7 +213,9 @@ class ModelPass:
 
         def recorder(index: int) -> Callable[[_Update], _Update]:
             def wrap(original: _Update) -> _Update:
-                def record(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Tensor) -> None:
+                def record(
+                    layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Tensor
+                ) -> None:
                     original(layer, key, value, cache, slots)
                     source = picked.to(key.device)
                     slabs[0][index, first:last].copy_(key[source])
@@ -224,7 +235,7 @@ class ModelPass:
 
 @contextmanager
 def _replacing_update(impl: Any, wrap: Callable[[_Update], _Update]) -> Iterator[None]:
-    """Shadow one instance's `do_kv_cache_update`; the class is untouched and nothing stays behind."""
+    """Shadow one instance's `do_kv_cache_update`; the class is untouched, nothing stays."""
     impl.do_kv_cache_update = wrap(impl.do_kv_cache_update)
     try:
         yield

@@ -1,10 +1,10 @@
 """The connector under plain `vllm.LLM`, without the gateway.
 
-    llm = LLM("model", **blend_llm_kwargs(BlendConfig()))
-    attach(llm)
-    compile_segment(llm, tenant="me", context=SegmentContext.PREFIX, token_ids=ids)
-    llm.generate({"prompt_token_ids": ids + question}, SamplingParams(
-        extra_args={"kv_transfer_params": BlendParams(...).to_kv_transfer_params()}))
+llm = LLM("model", **blend_llm_kwargs(BlendConfig()))
+attach(llm)
+compile_segment(llm, tenant="me", context=SegmentContext.PREFIX, token_ids=ids)
+llm.generate({"prompt_token_ids": ids + question}, SamplingParams(
+    extra_args={"kv_transfer_params": BlendParams(...).to_kv_transfer_params()}))
 """
 
 import uuid
@@ -19,6 +19,7 @@ from blend_engine.launch import WORKER_EXTENSION, kv_transfer_config
 from blend_engine.preamble import compile_prompt
 from blend_engine.protocol import CompileParams
 from blend_engine.segments import SegmentContext
+
 
 def blend_llm_kwargs(config: BlendConfig) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM`."""
@@ -36,9 +37,7 @@ def attach(llm: LLM) -> str | None:
     """
     (reason, *_) = llm.collective_rpc("blend_attach")
     # The scheduler role learns from the acknowledgement of a step, so one step is run.
-    llm.generate(
-        TokensPrompt(prompt_token_ids=[0]), SamplingParams(max_tokens=1), use_tqdm=False
-    )
+    llm.generate(TokensPrompt(prompt_token_ids=[0]), SamplingParams(max_tokens=1), use_tqdm=False)
     assert reason is None or isinstance(reason, str)
     return reason
 
@@ -50,7 +49,8 @@ def compile_segment(
     prompt_ids, span = compile_prompt(llm.get_tokenizer(), context, token_ids)
     params = CompileParams(plan_id=uuid.uuid4().hex, tenant=tenant, segment=span)
     llm.generate(
-        # A salt of its own: canonical KV is computed from the first token on, never from cached blocks.
+        # A salt of its own: canonical KV is computed from the first token on, never from cached
+        # blocks.
         TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=params.plan_id),
         SamplingParams(
             max_tokens=1, extra_args={"kv_transfer_params": params.to_kv_transfer_params()}

@@ -4,8 +4,8 @@
     [num_computed, covered_end)  the pass: hits are loaded, the gaps between them computed
     [covered_end, prompt_len)    vLLM's own prefill; at least one token, since it samples from it
 
-Everything is planned from what is left of a hit after `num_computed`, never from the segment's start:
-a local prefix hit may end inside a document.
+Everything is planned from what is left of a hit after `num_computed`, never from the segment's
+start: a local prefix hit may end inside a document.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A covered range and the hits inside it. ``covered_end == num_computed`` where nothing is left."""
+    """A covered range and the hits inside it; empty where ``covered_end == num_computed``."""
 
     num_computed: int
     covered_end: int

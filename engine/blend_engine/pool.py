@@ -1,7 +1,7 @@
 """SegmentPool: this worker's bytes of every stored segment, in host memory.
 
-Owns the slabs. The scheduler role's index decides what enters and leaves; the pool only obeys, so it
-has no budget of its own. Shapes: L layers, T tokens, H KV heads of this rank, D head dim.
+Owns the slabs. The scheduler role's index decides what enters and leaves; the pool only obeys, so
+it has no budget of its own. Shapes: L layers, T tokens, H KV heads of this rank, D head dim.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class StoredSegment:
     Args:
         k_LTHD: Keys after RoPE, in the model's dtype; contiguous.
         v_LTHD: Values; contiguous.
-        start: Position at which the first token was compiled. Kept with the KV, since without it the
-            keys cannot be moved.
+        start: Position at which the first token was compiled. Kept with the KV, since
+            without it the keys cannot be moved.
     """
 
     k_LTHD: Tensor

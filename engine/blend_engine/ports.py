@@ -31,7 +31,7 @@ class BlendEngine(Protocol):
     async def compile(
         self, *, tenant: str, context: SegmentContext, token_ids: Sequence[int]
     ) -> CompileOutcome:
-        """Make a segment's KV unless it is resident; waits for the end. Bounded queue, deduplicated.
+        """Make a segment's KV unless it is resident, and wait for it; bounded, deduplicated.
 
         Raises:
             EngineUnavailable: The engine died.
@@ -56,7 +56,7 @@ class BlendEngine(Protocol):
         """
 
     async def report(self, plan_id: str) -> BlendReport | None:
-        """The report of a plan; waits until its first token. None where the request ended without."""
+        """The report of a plan, once its first token is there; None where there will be none."""
 
     def store_stats(self) -> StoreStats:
         """The store as last heard from the engine."""

@@ -1,8 +1,9 @@
 """What a segment is compiled behind, and the prompt that compiles it.
 
 A document that is compiled alone has nothing to attend to and behaves unlike the same document in a
-prompt. Behind a constant ballast of unrelated text it behaves as it does in a prompt; the ballast's own
-KV is dropped (docs/decisions/0002). Its text is part of `WRAPPER_VERSION`: change one, change both.
+prompt. Behind a constant ballast of unrelated text it behaves as it does in a prompt; the ballast's
+own KV is dropped (docs/decisions/0002). Its text is part of `WRAPPER_VERSION`: change one, change
+both.
 """
 
 from collections.abc import Sequence
@@ -17,24 +18,27 @@ SEPARATOR_TEXT = "\n\n"
 """A blank line; its encoding stands between header, document and what follows."""
 
 _BALLAST_TEXT = (
-    "The harbour of Bergen grew around a natural inlet sheltered from the North Sea. Merchants dried "
-    "cod on wooden racks and exchanged it for grain that ships carried from the Baltic. The narrow "
-    "wharf houses burned down several times, and each time they were rebuilt on the same plots.\n\n"
-    "Glaciers move because ice deforms under its own weight. Near the surface it stays brittle and "
-    "cracks into crevasses, while deeper layers flow slowly, like a very stiff liquid. A valley that a "
-    "glacier has left behind is wide and flat, with steep walls.\n\n"
-    "A pendulum clock keeps time by counting swings of equal length. Heat lengthens the rod and slows "
-    "the clock, so makers combined metals that expand at different rates. In 1761 a marine chronometer "
-    "crossed the Atlantic and lost five seconds in eighty-one days.\n\n"
-    "Honeybees tell one another where flowers stand by dancing on the comb. The angle of the dance "
-    "against the vertical gives the direction relative to the sun, and its duration the distance. "
-    "Other workers follow the dancer closely in the dark before they leave the hive.\n\n"
+    "The harbour of Bergen grew around a natural inlet sheltered from the North Sea. Merchants "
+    "dried cod on wooden racks and exchanged it for grain that ships carried from the Baltic. "
+    "The narrow wharf houses burned down several times, and each time they were rebuilt on the "
+    "same plots.\n\n"
+    "Glaciers move because ice deforms under its own weight. Near the surface it stays brittle "
+    "and cracks into crevasses, while deeper layers flow slowly, like a very stiff liquid. A "
+    "valley that a glacier has left behind is wide and flat, with steep walls.\n\n"
+    "A pendulum clock keeps time by counting swings of equal length. Heat lengthens the rod and"
+    " slows the clock, so makers combined metals that expand at different rates. In 1761 a "
+    "marine chronometer crossed the Atlantic and lost five seconds in eighty-one days.\n\n"
+    "Honeybees tell one another where flowers stand by dancing on the comb. The angle of the "
+    "dance against the vertical gives the direction relative to the sun, and its duration the "
+    "distance. Other workers follow the dancer closely in the dark before they leave the hive.\n\n"
     "The printing workshop of Christophe Plantin in Antwerp employed more than fifty people. "
-    "Compositors set type in six languages, correctors read the proofs aloud, and pressmen pulled "
-    "about twelve hundred sheets in a day. The account books of the house survive almost complete.\n\n"
-    "Salt was taxed in many countries because everybody needed it and few places produced it. In some "
-    "regions of France households had to buy a fixed amount each year, whether they used it or not. "
-    "Smugglers carried it across the borders of provinces at night, and officers searched their bread."
+    "Compositors set type in six languages, correctors read the proofs aloud, and pressmen "
+    "pulled about twelve hundred sheets in a day. The account books of the house survive almost"
+    " complete.\n\n"
+    "Salt was taxed in many countries because everybody needed it and few places produced it. "
+    "In some regions of France households had to buy a fixed amount each year, whether they "
+    "used it or not. Smugglers carried it across the borders of provinces at night, and "
+    "officers searched their bread."
 )
 
 

@@ -1,8 +1,8 @@
 """What crosses a process boundary: parameters in, reports and store events out.
 
-The wire form is a plain dict under ``kv_transfer_params["blend"]``, so it survives msgpack and reads
-well in a debugger. Malformed input raises `InvalidBlendParams` here, in the caller's process; the
-connector treats whatever it cannot read as a plain request.
+The wire form is a plain dict under ``kv_transfer_params["blend"]``, so it survives msgpack and
+reads well in a debugger. Malformed input raises `InvalidBlendParams` here, in the caller's process;
+the connector treats whatever it cannot read as a plain request.
 """
 
 from dataclasses import asdict, dataclass
@@ -60,8 +60,8 @@ class BlendParams:
         policy: Which hit tokens are recomputed.
         recompute_ratio: Recomputed over hit tokens of the `free` context, in [0, 1].
         check_layer: Layer whose KV deviation `Policy.HKVD` ranks by.
-        approximate_salt: Whether the request runs under a blend salt, so that vLLM's own prefix hits
-            may be blended blocks and the whole request is reported approximate.
+        approximate_salt: Whether the request runs under a blend salt, so that vLLM's own prefix
+            hits may be blended blocks and the whole request is reported approximate.
         strict: Whether a document without KV ends the request with `ColdDocument`.
     """
 
@@ -101,7 +101,7 @@ class BlendParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileParams:
-    """A request whose prompt is preamble + segment + one throwaway token; the segment's KV is kept."""
+    """A request that compiles: its prompt is preamble + segment + one throwaway token."""
 
     plan_id: str
     tenant: str

@@ -25,7 +25,7 @@ from blend_engine.segments import SegmentContext
 
 @dataclass
 class BlendStats(KVConnectorStats):
-    """``{"reports": [...], "events": [...], "store": {...}, "ready": ...}`` of one or more steps."""
+    """Reports, events, the store's counters and the refusal, if any, of one or more steps."""
 
     data: dict[str, Any] = field(default_factory=dict)
 

@@ -7,6 +7,8 @@ identity: YaRN scales both by a magnitude factor that the stored keys already ca
 import torch
 from torch import Tensor, nn
 
+from blend_kernels import check_cos_sin
+
 _TOLERANCE_FP32 = 2e-3
 """Angle sums at far distances: an fp32 product of position and frequency at 32k rounds by 2e-3."""
 
@@ -56,7 +58,7 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     if "MRotary" in name or "DualChunk" in name or "Long" in name or "Fourier" in name:
         raise UnsupportedRotary(f"RoPE kind {name!r} is not a rotation by one position")
     with torch.device("cpu"):
-        table_PR = compute().float().cpu()
+        table_PR: Tensor = compute().float().cpu()
     if table_PR.shape != cached.shape:
         raise UnsupportedRotary(f"{name!r} computes another table than it uses")
     error = (table_PR.to(cached.dtype).float() - cached.float().cpu()).abs().max().item()
@@ -67,7 +69,9 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     _check_composes(table_PR, name)
     if len(table_PR) < max_distance:
         raise UnsupportedRotary(f"{name!r} has {len(table_PR)} rows, {max_distance} are needed")
-    return table_PR[:max_distance].contiguous()
+    table_PR = table_PR[:max_distance].contiguous()
+    check_cos_sin(table_PR)
+    return table_PR
 
 
 def _check_composes(table_PR: Tensor, name: str) -> None:

@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from vllm.logger import init_logger
-
 from blend_engine.config import BlendConfig
-from blend_engine.errors import InvalidBlendParams
 from blend_engine.hazards import ForwardWrite, fresh_ranges
-from blend_engine.index import SegmentIndex, TokenArray
+from blend_engine.index import SegmentIndex
 from blend_engine.messages import BlendAck, BlendMetadata, Capture, PassOrder, PassOutcome
 from blend_engine.plan import Plan, make_plan
 from blend_engine.protocol import (
@@ -24,29 +20,14 @@ from blend_engine.protocol import (
     CompileParams,
     DropParams,
     FallbackReason,
-    RequestParams,
     SegmentStatus,
     StoreEvent,
     StoreEventKind,
     StoreStats,
-    parse_request_params,
 )
 from blend_engine.reporting import BlendStats, Outbox, make_report
-from blend_engine.segments import SegmentKey, SegmentSpan, segment_key
-
-logger = init_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request that carries blend parameters, from its first question to its end."""
-
-    params: RequestParams
-    prompt: TokenArray
-    keys: tuple[SegmentKey, ...]
-    plan: Plan | None = None
-    statuses: tuple[SegmentStatus, ...] = ()
-    reported: bool = False
+from blend_engine.segments import SegmentKey
+from blend_engine.tracking import BlockFollower, RequestTracker, TrackedRequest, may_reuse
 
 
 @dataclass(slots=True)
@@ -54,7 +35,7 @@ class _Admitted:
     """A pass of the step being built."""
 
     request_id: str
-    tracked: _Tracked
+    tracked: TrackedRequest
     plan: Plan
     block_ids: tuple[int, ...]
     leased: tuple[SegmentKey, ...] = ()
@@ -65,7 +46,7 @@ class _Admitted:
 class _InFlight:
     """A pass that the workers have not acknowledged yet."""
 
-    tracked: _Tracked
+    tracked: TrackedRequest
     plan: Plan
     local_tokens: int
     leased: tuple[SegmentKey, ...]
@@ -91,12 +72,10 @@ class BlendScheduler:
     def __init__(self, config: BlendConfig, *, block_size: int, bytes_per_token: int) -> None:
         self._config = config
         self._block_size = block_size
-        self._index = SegmentIndex(
-            budget_bytes=config.store_bytes, bytes_per_token=bytes_per_token
-        )
+        self._index = SegmentIndex(budget_bytes=config.store_bytes, bytes_per_token=bytes_per_token)
         self._bytes_per_token = bytes_per_token
-        self._requests: dict[str, _Tracked] = {}
-        self._blocks: dict[str, list[int]] = {}
+        self._requests = RequestTracker()
+        self._blocks = BlockFollower()
         self._admitted: list[_Admitted] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._outbox = Outbox()
@@ -106,9 +85,11 @@ class BlendScheduler:
 
     # What vLLM's scheduler asks, in the order it asks.
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed: int
+    ) -> tuple[int | None, bool]:
         """How many tokens after `num_computed` a pass would cover; None defers the request."""
-        tracked = self._track(request)
+        tracked = self._requests.track(request)
         if tracked is None:
             return 0, False
         if isinstance(tracked.params, DropParams):
@@ -146,9 +127,9 @@ class BlendScheduler:
 
     def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
         """The step's orders."""
-        self._follow_blocks(scheduler_output)
+        self._blocks.follow(scheduler_output)
         admitted, self._admitted = self._admitted, []
-        writes = self._forward_writes(scheduler_output) if admitted else {}
+        writes = self._blocks.forward_writes(scheduler_output) if admitted else {}
         metadata = BlendMetadata(freed_keys=self._index.take_evicted())
         for item in admitted:
             metadata.passes.append(self._order(item, writes))
@@ -172,8 +153,8 @@ class BlendScheduler:
 
     def request_finished(self, request: Any) -> None:
         """Forget the request. Its passes settle with their acknowledgement, not here."""
-        self._requests.pop(request.request_id, None)
-        self._blocks.pop(request.request_id, None)
+        self._requests.forget(request.request_id)
+        self._blocks.forget(request.request_id)
 
     def take_stats(self) -> BlendStats | None:
         """Reports and events since the last call."""
@@ -193,35 +174,10 @@ class BlendScheduler:
 
     # Tracking and planning.
 
-    def _track(self, request: Any) -> _Tracked | None:
-        tracked = self._requests.get(request.request_id)
-        if tracked is not None:
-            return tracked
-        try:
-            params = parse_request_params(getattr(request, "kv_transfer_params", None))
-        except InvalidBlendParams as error:
-            logger.warning("request %s is served without blending: %s", request.request_id, error)
-            return None
-        if params is None or request.prompt_token_ids is None:
-            return None
-        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        spans = _spans(params)
-        if spans and spans[-1].end > len(prompt):
-            logger.warning("request %s names spans beyond its prompt", request.request_id)
-            return None
-        keys = tuple(
-            segment_key(params.tenant, span.context, prompt[span.start : span.end])
-            for span in spans
-            if not isinstance(params, DropParams)
-        )
-        tracked = _Tracked(params=params, prompt=prompt, keys=keys)
-        self._requests[request.request_id] = tracked
-        return tracked
-
-    def _plan(self, tracked: _Tracked, request: Any, num_computed: int) -> Plan:
+    def _plan(self, tracked: TrackedRequest, request: Any, num_computed: int) -> Plan:
         nothing = Plan(num_computed=num_computed, covered_end=num_computed, hits=())
         params = tracked.params
-        servable = self._ready and self._unsupported_reason is None and _may_reuse(request)
+        servable = self._ready and self._unsupported_reason is None and may_reuse(request)
         if isinstance(params, CompileParams):
             if not servable or self._is_resident(tracked, 0):
                 return nothing
@@ -235,7 +191,7 @@ class BlendScheduler:
             return nothing
         return self._replan(tracked, nothing, None)
 
-    def _replan(self, tracked: _Tracked, plan: Plan, covered_end: int | None) -> Plan:
+    def _replan(self, tracked: TrackedRequest, plan: Plan, covered_end: int | None) -> Plan:
         if isinstance(tracked.params, CompileParams):
             assert covered_end is not None
             return Plan(num_computed=plan.num_computed, covered_end=covered_end, hits=())
@@ -244,28 +200,28 @@ class BlendScheduler:
             for index, key in enumerate(tracked.keys)
         ]
         return make_plan(
-            _spans(tracked.params),
+            tracked.spans,
             keys,
             num_computed=plan.num_computed,
             prompt_len=len(tracked.prompt),
             covered_end=covered_end,
         )
 
-    def _status(self, tracked: _Tracked, index: int, num_computed: int) -> SegmentStatus:
-        span = _spans(tracked.params)[index]
+    def _status(self, tracked: TrackedRequest, index: int, num_computed: int) -> SegmentStatus:
+        span = tracked.spans[index]
         if self._is_resident(tracked, index) or span.end <= num_computed:
             return SegmentStatus.HIT
         if span.num_tokens < self._config.min_segment_tokens:
             return SegmentStatus.TOO_SHORT
         return SegmentStatus.MISS
 
-    def _is_resident(self, tracked: _Tracked, index: int) -> bool:
-        span = _spans(tracked.params)[index]
+    def _is_resident(self, tracked: TrackedRequest, index: int) -> bool:
+        span = tracked.spans[index]
         if span.num_tokens < self._config.min_segment_tokens:
             return False
-        return self._index.lookup(tracked.keys[index], tracked.prompt[span.start : span.end])
+        return self._index.lookup(tracked.keys[index], tracked.token_ids(index))
 
-    def _report_unplanned(self, tracked: _Tracked, plan: Plan | None) -> None:
+    def _report_unplanned(self, tracked: TrackedRequest, plan: Plan | None) -> None:
         params = tracked.params
         if isinstance(params, CompileParams):
             self._report_unplanned_compile(tracked)
@@ -283,14 +239,16 @@ class BlendScheduler:
                 )
             )
 
-    def _report_unplanned_compile(self, tracked: _Tracked) -> None:
+    def _report_unplanned_compile(self, tracked: TrackedRequest) -> None:
         if self._is_resident(tracked, 0):
             self._compile_event(tracked, StoreEventKind.STORED, None)
         else:
             reason = self._unsupported_reason or "not_compilable"
             self._compile_event(tracked, StoreEventKind.FAILED, reason)
 
-    def _compile_event(self, tracked: _Tracked, kind: StoreEventKind, reason: str | None) -> None:
+    def _compile_event(
+        self, tracked: TrackedRequest, kind: StoreEventKind, reason: str | None
+    ) -> None:
         params = tracked.params
         assert isinstance(params, CompileParams)
         self._outbox.events.append(
@@ -312,7 +270,7 @@ class BlendScheduler:
             self._index.acquire(key)
         return keys
 
-    def _reserve(self, tracked: _Tracked) -> Capture | None:
+    def _reserve(self, tracked: TrackedRequest) -> Capture | None:
         params = tracked.params
         if not isinstance(params, CompileParams):
             return None
@@ -320,7 +278,7 @@ class BlendScheduler:
         if self._index.is_reserved(key):
             # The same segment is being compiled in this very step; that one's event serves both.
             return None
-        if not self._index.reserve(key, tracked.prompt[span.start : span.end].copy()):
+        if not self._index.reserve(key, tracked.token_ids(0).copy()):
             self._compile_event(tracked, StoreEventKind.FAILED, "store_full")
             return None
         return Capture(key=key, start=span.start, end=span.end)
@@ -342,8 +300,11 @@ class BlendScheduler:
     def _order(self, item: _Admitted, writes: dict[str, ForwardWrite]) -> PassOrder:
         params, plan = item.tracked.params, item.plan
         if isinstance(params, CompileParams):
-            # Canonical KV comes from one computation; cached blocks would leave holes in the capture.
-            fresh = ((0, plan.num_computed),) if plan.num_computed else ()
+            # Canonical KV comes from one computation; cached blocks would leave holes in the
+            # capture.
+            fresh: tuple[tuple[int, int], ...] = (
+                ((0, plan.num_computed),) if plan.num_computed else ()
+            )
         else:
             fresh = fresh_ranges(
                 item.block_ids,
@@ -400,62 +361,12 @@ class BlendScheduler:
                 )
             )
 
-    def _settle_capture(self, tracked: _Tracked, capture: Capture, outcome: PassOutcome) -> None:
+    def _settle_capture(
+        self, tracked: TrackedRequest, capture: Capture, outcome: PassOutcome
+    ) -> None:
         if outcome.captured:
             self._index.complete(capture.key)
             self._compile_event(tracked, StoreEventKind.STORED, None)
         else:
             self._index.abandon(capture.key)
             self._compile_event(tracked, StoreEventKind.FAILED, outcome.error or "not_captured")
-
-    def _follow_blocks(self, scheduler_output: Any) -> None:
-        """Keep every running request's block list, to know what the forward writes."""
-        for new in scheduler_output.scheduled_new_reqs:
-            self._blocks[new.req_id] = list(new.block_ids[0])
-        cached = scheduler_output.scheduled_cached_reqs
-        resumed = _resumed_ids(cached)
-        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in resumed:
-                self._blocks[request_id] = list(new_ids[0]) if new_ids else []
-            elif new_ids:
-                self._blocks.setdefault(request_id, []).extend(new_ids[0])
-        for request_id in scheduler_output.finished_req_ids:
-            self._blocks.pop(request_id, None)
-
-    def _forward_writes(self, scheduler_output: Any) -> dict[str, ForwardWrite]:
-        cached = scheduler_output.scheduled_cached_reqs
-        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        starts.update(
-            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
-        )
-        return {
-            request_id: ForwardWrite(
-                block_ids=self._blocks.get(request_id, ()),
-                start=starts[request_id],
-                end=starts[request_id] + num_tokens,
-            )
-            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-            if request_id in starts
-        }
-
-
-def _spans(params: RequestParams) -> tuple[SegmentSpan, ...]:
-    if isinstance(params, BlendParams):
-        return params.segments
-    if isinstance(params, CompileParams):
-        return (params.segment,)
-    return ()
-
-
-def _may_reuse(request: Any) -> bool:
-    """Whether the request lets cached KV stand for its prompt; prompt logprobs need every token."""
-    return (
-        not getattr(request, "skip_reading_prefix_cache", False)
-        and getattr(request, "lora_request", None) is None
-    )
-
-
-def _resumed_ids(cached: Any) -> set[str]:
-    """Requests that come back from preemption, whose block lists are whole, not increments."""
-    resumed = getattr(cached, "resumed_req_ids", None)
-    return set(resumed) if resumed is not None else set()

@@ -7,9 +7,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
+from numpy.typing import NDArray
 
 SegmentKey = NewType("SegmentKey", str)
 
@@ -41,12 +42,14 @@ class SegmentSpan:
         return self.end - self.start
 
 
-def segment_key(tenant: str, context: SegmentContext, token_ids: Sequence[int]) -> SegmentKey:
+def segment_key(
+    tenant: str, context: SegmentContext, token_ids: Sequence[int] | NDArray[np.integer[Any]]
+) -> SegmentKey:
     """Hash what identifies a segment's KV within one engine.
 
     Length-prefixed fields, so no tenant name can imitate another's. The model, its revision and the
-    KV dtype are constant within an engine and its store lives in memory, so they are not part of it.
-    The store compares token ids besides, so a collision is a miss, never another segment's KV.
+    KV dtype are constant within an engine and its store lives in memory, so they are not part of
+    it. The store compares token ids besides, so a collision is a miss, never another segment's KV.
 
     Args:
         tenant: Owner of the KV; two tenants never share a key.

@@ -28,8 +28,8 @@ def hit_positions(hits: Sequence[Hit]) -> Tensor:
 def select_sinks(hits: Sequence[Hit], ratio: float) -> Tensor:
     """The first ``ceil(ratio * length)`` tokens of each segment that are still to be loaded.
 
-    A segment's first tokens attended to nothing, or to the ballast, when it was compiled, and collect
-    the attention that a prompt's first tokens do (EPIC, arXiv:2410.15332, LegoLink).
+    When it was compiled, a segment's first tokens attended to nothing or to the ballast, and they
+    collect the attention that a prompt's first tokens do (EPIC, arXiv:2410.15332, LegoLink).
 
     Returns:
         Sorted int64 prompt positions.

@@ -101,9 +101,7 @@ class BlendWorker:
         self.pool.put(capture.key, segment)
         return PassOutcome(pass_id=order.pass_id, captured=True)
 
-    def _find(
-        self, hits: tuple[Hit, ...]
-    ) -> tuple[list[tuple[Hit, StoredSegment]], list[Hit]]:
+    def _find(self, hits: tuple[Hit, ...]) -> tuple[list[tuple[Hit, StoredSegment]], list[Hit]]:
         found, failed = [], []
         for hit in hits:
             stored = self.pool.get(hit.key)
@@ -129,12 +127,11 @@ class BlendWorker:
             return select_sinks(hits, order.recompute_ratio), 0
         if order.recompute_ratio == 1.0:
             return hit_positions(blended), 0
-        assert loaded is not None and self._attached is not None
+        assert loaded is not None
+        assert self._attached is not None
         check_layer = min(order.check_layer, self._attached.num_layers - 1)
         blended_T = hit_positions(blended)
-        score_T = run.peek(
-            torch.cat([fresh_T, blended_T]).sort().values, loaded, check_layer
-        )
+        score_T = run.peek(torch.cat([fresh_T, blended_T]).sort().values, loaded, check_layer)
         is_blended_T = torch.isin(loaded.positions_T, blended_T)
         selected_T = select_hkvd(hits, order.recompute_ratio, score_T[is_blended_T])
         return selected_T, check_layer

@@ -1,0 +1,147 @@
+"""Requests that carry blend parameters, from vLLM's first question about them to their end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from blend_engine.errors import InvalidBlendParams
+from blend_engine.hazards import ForwardWrite
+from blend_engine.index import TokenArray
+from blend_engine.plan import Plan
+from blend_engine.protocol import (
+    BlendParams,
+    CompileParams,
+    RequestParams,
+    SegmentStatus,
+    parse_request_params,
+)
+from blend_engine.segments import SegmentKey, SegmentSpan, segment_key
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """One request.
+
+    Args:
+        params: What it asked for.
+        prompt: Its prompt ids, int32.
+        spans: Its segments.
+        keys: Their keys.
+        plan: The latest answer to `get_num_new_matched_tokens`; final at allocation.
+        statuses: Per segment, as of that answer.
+        reported: Whether its report is out; a resumed request does not report twice.
+    """
+
+    params: RequestParams
+    prompt: TokenArray
+    spans: tuple[SegmentSpan, ...]
+    keys: tuple[SegmentKey, ...]
+    plan: Plan | None = None
+    statuses: tuple[SegmentStatus, ...] = ()
+    reported: bool = False
+
+    def token_ids(self, index: int) -> TokenArray:
+        """A segment's own ids."""
+        span = self.spans[index]
+        return self.prompt[span.start : span.end]
+
+
+class RequestTracker:
+    """Tracked requests by vLLM's request id."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, TrackedRequest] = {}
+
+    def get(self, request_id: str) -> TrackedRequest | None:
+        """A request met before."""
+        return self._requests.get(request_id)
+
+    def track(self, request: Any) -> TrackedRequest | None:
+        """The request, read on first sight; None where it carries nothing that we can read."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = _read(request)
+            if tracked is not None:
+                self._requests[request.request_id] = tracked
+        return tracked
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._requests.pop(request_id, None)
+
+
+class BlockFollower:
+    """Block lists of all scheduled requests, to know what a step's forward writes."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, list[int]] = {}
+
+    def follow(self, scheduler_output: Any) -> None:
+        """Take in a step. Resumed requests come with whole lists, running ones with increments."""
+        for new in scheduler_output.scheduled_new_reqs:
+            self._blocks[new.req_id] = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._blocks[request_id] = list(new_ids[0]) if new_ids else []
+            elif new_ids:
+                self._blocks.setdefault(request_id, []).extend(new_ids[0])
+        for request_id in scheduler_output.finished_req_ids:
+            self.forget(request_id)
+
+    def forward_writes(self, scheduler_output: Any) -> dict[str, ForwardWrite]:
+        """Per scheduled request what this step's forward writes."""
+        cached = scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update(
+            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        )
+        return {
+            request_id: ForwardWrite(
+                block_ids=self._blocks.get(request_id, ()),
+                start=starts[request_id],
+                end=starts[request_id] + num_tokens,
+            )
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in starts
+        }
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._blocks.pop(request_id, None)
+
+
+def may_reuse(request: Any) -> bool:
+    """Whether cached KV may stand for the prompt: no prompt logprobs, no adapter."""
+    return (
+        not getattr(request, "skip_reading_prefix_cache", False)
+        and getattr(request, "lora_request", None) is None
+    )
+
+
+def _read(request: Any) -> TrackedRequest | None:
+    try:
+        params = parse_request_params(getattr(request, "kv_transfer_params", None))
+    except InvalidBlendParams as error:
+        logger.warning("request %s is served without blending: %s", request.request_id, error)
+        return None
+    if params is None or request.prompt_token_ids is None:
+        return None
+    prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+    spans = _spans(params)
+    if spans and spans[-1].end > len(prompt):
+        logger.warning("request %s names spans beyond its prompt", request.request_id)
+        return None
+    tenant = params.tenant if isinstance(params, BlendParams | CompileParams) else ""
+    keys = tuple(segment_key(tenant, span.context, prompt[span.start : span.end]) for span in spans)
+    return TrackedRequest(params=params, prompt=prompt, spans=spans, keys=keys)
+
+
+def _spans(params: RequestParams) -> tuple[SegmentSpan, ...]:
+    if isinstance(params, BlendParams):
+        return params.segments
+    return (params.segment,) if isinstance(params, CompileParams) else ()
