@@ -1,0 +1,1 @@
+"""The HTTP routes; each module adds its own to the application."""

@@ -1,0 +1,124 @@
+"""Exchange: one chat request on its way through vLLM's serving classes, and how it is carried.
+
+vLLM hands its own request model from the route to the renderer to the generator. Ours is a subclass
+that carries the exchange in a private attribute, so nothing is looked up in shared state.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import PrivateAttr, ValidationError
+from vllm.entrypoints.generate.base.protocol import StreamOptions
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.outputs import RequestOutput
+
+from blend_gateway.assembler.documents import Document, Resolver
+from blend_gateway.errors import InvalidRequest
+from blend_gateway.outcome import Outcome, Plan
+from blend_gateway.protocol import ChatCall
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """What came in, what was planned, and what came of it.
+
+    Args:
+        call: The request.
+        documents: Its top-level documents, read.
+        resolve: Finds registered documents.
+        plan: Set once the prompt exists.
+        outcome: Set once the first token exists.
+        failure: What ended the generation after its first token.
+    """
+
+    call: ChatCall
+    documents: tuple[Document, ...]
+    resolve: Resolver
+    plan: Plan
+    outcome: Outcome | None = None
+    failure: Exception | None = None
+
+    async def watch(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        """Pass outputs on; keep the error that ends them, which vLLM turns into text."""
+        try:
+            async for output in outputs:
+                yield output
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+class BlendChatRequest(ChatCompletionRequest):
+    """vLLM's chat request, carrying ours."""
+
+    _exchange: Exchange | None = PrivateAttr(default=None)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange this request belongs to."""
+        assert self._exchange is not None, "requests are made by `build_request`"
+        return self._exchange
+
+
+def build_request(exchange: Exchange, *, vocab_size: int) -> BlendChatRequest:
+    """Make vLLM's request from a call.
+
+    Args:
+        exchange: The request's exchange.
+        vocab_size: Token ids beyond it are refused here; the engine would die of some of them.
+
+    Raises:
+        InvalidRequest: vLLM's model rejects a field.
+    """
+    call = exchange.call
+    try:
+        request: BlendChatRequest = BlendChatRequest.model_validate(call.payload)
+    except ValidationError as error:
+        raise _first_error(error) from error
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        _check_token_ids(getattr(request, name) or (), name, vocab_size)
+    _check_token_ids([_bias_key(key) for key in request.logit_bias or {}], "logit_bias", vocab_size)
+    request._exchange = exchange
+    request.cache_salt = exchange.plan.salt
+    if request.stream and call.num_documents and call.blend.report:
+        asked = request.stream_options or StreamOptions()
+        request.stream_options = asked.model_copy(update={"include_usage": True})
+    return request
+
+
+def _bias_key(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"`logit_bias` must map token ids to numbers, got the key {key[:64]!r}",
+            param="logit_bias",
+            code="invalid_value",
+        ) from error
+
+
+def _check_token_ids(token_ids: Any, name: str, vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"`{name}` must hold token ids in [0, {vocab_size}), got {token_id}",
+                param=name,
+                code="invalid_value",
+            )
+
+
+def _first_error(error: ValidationError) -> InvalidRequest:
+    """The first of pydantic's errors; a union has one for every branch that did not fit."""
+    details: Mapping[str, Any] = error.errors(include_url=False, include_input=False)[0]
+    param = ""
+    for step in details["loc"][:2]:
+        if isinstance(step, int):
+            param += f"[{step}]"
+        elif not param:
+            param = str(step)
+    return InvalidRequest(
+        f"`{param}`: {details['msg']}" if param else details["msg"],
+        param=param or None,
+        code="invalid_value",
+    )
