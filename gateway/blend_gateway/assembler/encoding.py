@@ -36,7 +36,13 @@ class TextEncoders:
             if not is_plain(token["content"])
         }
         self._finder = Tokenizer.from_str(json.dumps(_finder_spec(spec, self.control_tokens)))
-        names = {content: f"{secrets.token_hex(16)}" for content in self.control_tokens}
+        # By id: the token text of a match includes the blanks it swallowed.
+        self._found_ids: dict[int, int] = {
+            found: token_id
+            for content, token_id in self.control_tokens.items()
+            if (found := self._finder.token_to_id(content)) is not None
+        }
+        names = {content: secrets.token_hex(16) for content in self.control_tokens}
         text_spec = _rename(spec, names)
         self._first = _tokenizer(text_spec)
         self._later = self._copy(text_spec, _without_first_prefix(text_spec), self._first)
@@ -65,9 +71,9 @@ class TextEncoders:
         """
         encoding = self._finder.encode(rendered, add_special_tokens=False)
         return [
-            (start, end, self.control_tokens[token])
-            for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True)
-            if token in self.control_tokens
+            (start, end, self._found_ids[found])
+            for found, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if found in self._found_ids
         ]
 
     @staticmethod
