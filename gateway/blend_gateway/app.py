@@ -82,6 +82,7 @@ async def _start(
     except Exception as error:  # noqa: BLE001 - whatever it is, the server cannot serve
         _log.exception("the engine failed to start")
         runtime.failure = error
+        runtime.started.set()
         on_fatal()
         return
     registry = DocumentRegistry(
@@ -98,6 +99,7 @@ async def _start(
         )
     )
     runtime.service = Service(backend=backend, documents=registry)
+    runtime.started.set()
     reason = backend.engine.unsupported_reason
     if reason is not None:
         _log.warning("this model is served without blending: %s", reason)

@@ -5,6 +5,7 @@ vLLM takes seconds to import, so it is imported by the commands that need it.
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import sys
@@ -75,9 +76,7 @@ def _models(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from blend_gateway import bench
-
-    status: int = bench.main(arguments)
+    status: int = importlib.import_module("blend_gateway.bench").main(arguments)
     return status
 
 

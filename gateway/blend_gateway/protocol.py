@@ -32,7 +32,15 @@ _TEXT_PARTS: Mapping[str, str] = MappingProxyType(
 )
 """Content parts that are text, and the key it stands under."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"chat_template", "documents", "messages", "tokenize", "tools"}
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "tokenize",
+        "tools",
+    }
 )
 
 
@@ -92,9 +100,19 @@ class ChatCall:
         return len(self.documents) + inside
 
     @property
-    def streams(self) -> bool:
-        """Whether the answer is a stream of events."""
-        return bool(self.payload.get("stream"))
+    def num_chars(self) -> int:
+        """Characters of all strings that may end up in the prompt."""
+        total = 0
+        values: list[Any] = [self.messages, self.documents]
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, dict):
+                values.extend(value.values())
+            elif isinstance(value, list):
+                values.extend(value)
+        return total
 
 
 def parse_chat(
@@ -116,7 +134,7 @@ def parse_chat(
     stripped += sorted(STRIPPED_HEADERS & set(headers))
     messages = _parse_messages(payload.get("messages"), limits)
     payload["messages"] = [_without_documents(message) for message in messages]
-    _check_payload(payload, limits)
+    _check_template_kwargs(payload.get("chat_template_kwargs"))
     call = ChatCall(
         tenant=tenant,
         payload=payload,
@@ -307,14 +325,8 @@ def _without_documents(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _check_payload(payload: Mapping[str, Any], limits: Limits) -> None:
-    """Bounds that vLLM's model does not set, and template arguments that would replace ours."""
-    choices = payload.get("n")
-    if isinstance(choices, int) and not 1 <= choices <= limits.choices:
-        raise InvalidRequest(
-            f"`n` must be in [1, {limits.choices}], got {choices}", param="n", code="invalid_value"
-        )
-    kwargs = payload.get("chat_template_kwargs")
+def _check_template_kwargs(kwargs: Any) -> None:
+    """Refuse template arguments that would replace what has a field of its own."""
     reserved = _RESERVED_TEMPLATE_KWARGS & set(kwargs) if isinstance(kwargs, dict) else set()
     if reserved:
         name = min(reserved)

@@ -31,6 +31,7 @@ class Runtime:
         service: None until the engine is up.
         failure: Why it never will be; None unless start-up failed.
         is_draining: Whether the server is shutting down.
+        started: Set once there is a service or a failure.
     """
 
     settings: Settings

@@ -122,7 +122,11 @@ class VllmBackend:
             resolve=resolve,
             plan=Plan(salt=derive_salt(self._settings.salt_secret, call.tenant)),
         )
-        request = build_request(exchange, vocab_size=self._vocab_size)
+        request = build_request(
+            exchange,
+            vocab_size=self._vocab_size,
+            max_choices=self._settings.limits.choices,
+        )
         result = await self._chat.create_chat_completion(
             request, _traced_request(call.trace_headers)
         )

@@ -49,6 +49,9 @@ class Exchange:
             raise
 
 
+_UNTELLING = ("_type", "_parsing", "literal_error", "model_attributes_type")
+
+
 class BlendChatRequest(ChatCompletionRequest):
     """vLLM's chat request, carrying ours."""
 
@@ -61,21 +64,23 @@ class BlendChatRequest(ChatCompletionRequest):
         return self._exchange
 
 
-def build_request(exchange: Exchange, *, vocab_size: int) -> BlendChatRequest:
+def build_request(exchange: Exchange, *, vocab_size: int, max_choices: int) -> BlendChatRequest:
     """Make vLLM's request from a call.
 
     Args:
         exchange: The request's exchange.
         vocab_size: Token ids beyond it are refused here; the engine would die of some of them.
+        max_choices: Bound of `n`.
 
     Raises:
-        InvalidRequest: vLLM's model rejects a field.
+        InvalidRequest: vLLM's model rejects a field, or a number is out of bounds.
     """
     call = exchange.call
-    try:
-        request: BlendChatRequest = BlendChatRequest.model_validate(call.payload)
-    except ValidationError as error:
-        raise _first_error(error) from error
+    request = _validate(call.payload)
+    if request.n is not None and not 1 <= request.n <= max_choices:
+        raise InvalidRequest(
+            f"`n` must be in [1, {max_choices}], got {request.n}", param="n", code="invalid_value"
+        )
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         _check_token_ids(getattr(request, name) or (), name, vocab_size)
     _check_token_ids([_bias_key(key) for key in request.logit_bias or {}], "logit_bias", vocab_size)
@@ -84,6 +89,19 @@ def build_request(exchange: Exchange, *, vocab_size: int) -> BlendChatRequest:
     if request.stream and call.num_documents and call.blend.report:
         asked = request.stream_options or StreamOptions()
         request.stream_options = asked.model_copy(update={"include_usage": True})
+    return request
+
+
+def _validate(payload: dict[str, Any]) -> BlendChatRequest:
+    try:
+        request: BlendChatRequest = BlendChatRequest.model_validate(payload)
+    except ValidationError as error:
+        raise _first_error(error) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        # vLLM's own validators reach into nested values before their types are checked.
+        raise InvalidRequest(
+            "a nested field of the request has the wrong type", code="invalid_type"
+        ) from error
     return request
 
 
@@ -109,8 +127,14 @@ def _check_token_ids(token_ids: Any, name: str, vocab_size: int) -> None:
 
 
 def _first_error(error: ValidationError) -> InvalidRequest:
-    """The first of pydantic's errors; a union has one for every branch that did not fit."""
-    details: Mapping[str, Any] = error.errors(include_url=False, include_input=False)[0]
+    """The first telling one of pydantic's errors.
+
+    A union has one for every branch; that a branch's type did not fit says the least.
+    """
+    errors: list[Any] = error.errors(include_url=False, include_input=False)
+    details: Mapping[str, Any] = next(
+        (each for each in errors if not each["type"].endswith(_UNTELLING)), errors[0]
+    )
     param = ""
     for step in details["loc"][:2]:
         if isinstance(step, int):

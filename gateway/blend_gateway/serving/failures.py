@@ -28,6 +28,7 @@ from blend_gateway.errors import (
     Overloaded,
     RequestFailed,
 )
+from blend_gateway.fields import SERVED_FIELDS
 
 _LENGTH_PARAMETERS = ("input_tokens", "input_text")
 _LENGTH_PHRASE = "maximum context length"
@@ -81,4 +82,8 @@ def _from_assembly(error: AssemblyError) -> GatewayError:
 def _from_validation(message: str, param: str | None) -> InvalidRequest:
     if param in _LENGTH_PARAMETERS or _LENGTH_PHRASE in message:
         return ContextLengthExceeded(message, param="messages")
+    # vLLM mostly names the field first; it does not always fill `parameter`.
+    first_word = message.partition(" ")[0].strip("`")
+    if param is None and first_word in SERVED_FIELDS:
+        param = first_word
     return InvalidRequest(message, param=param, code="invalid_value")

@@ -14,7 +14,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from blend_engine.ports import BlendEngine
 from blend_gateway.assembler import AssembledPrompt, Assembler
 from blend_gateway.assembler.errors import TemplateError
-from blend_gateway.errors import InvalidRequest
+from blend_gateway.errors import ContextLengthExceeded, InvalidRequest
 from blend_gateway.planning import Prompt, PromptDocument, make_plan
 from blend_gateway.registration import check_document
 from blend_gateway.serving.exchange import BlendChatRequest, Exchange
@@ -160,6 +160,7 @@ class BlendRenderer(OnlineRenderer):
         if self._assembler is None:
             self._refuse_documents(exchange)
             return None
+        self._check_length(request)
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         assembled = await loop.run_in_executor(
@@ -192,6 +193,21 @@ class BlendRenderer(OnlineRenderer):
             chat_template_kwargs={k: v for k, v in kwargs.items() if k not in _NOT_OURS},
             resolve=exchange.resolve,
         )
+
+    def _check_length(self, request: BlendChatRequest) -> None:
+        """Refuse what cannot fit before it is tokenized: that holds up every other request.
+
+        Raises:
+            ContextLengthExceeded: There are more characters than the context can hold.
+        """
+        limit = self.model_config.max_model_len * self.renderer.get_tokenizer().max_chars_per_token
+        num_chars = request.exchange.call.num_chars
+        if request.truncate_prompt_tokens is None and num_chars > limit:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.model_config.max_model_len} tokens; "
+                f"{num_chars} characters cannot fit",
+                param="messages",
+            )
 
     def _fit(self, prompt: Prompt, request: BlendChatRequest) -> Prompt:
         """Truncate as the request asks, and check the length.
