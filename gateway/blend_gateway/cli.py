@@ -4,7 +4,6 @@ vLLM takes seconds to import, so it is imported by the commands that need it.
 """
 
 import argparse
-import asyncio
 import importlib
 import logging
 import os
@@ -91,7 +90,7 @@ def _serve(arguments: list[str]) -> int:
         print(f"blendgate serve: {error}", file=sys.stderr)
         return 2
     _configure_logging(command.log_level)
-    return asyncio.run(_run(command))
+    return _run(command)
 
 
 def _prepare_demo() -> Path:
@@ -108,7 +107,7 @@ def _configure_logging(level: str) -> None:
         logger.propagate = False
 
 
-async def _run(command: "ServeCommand") -> int:
+def _run(command: "ServeCommand") -> int:
     import uvicorn
 
     app = build_app(command, on_fatal=lambda: setattr(server, "should_exit", True))
@@ -123,7 +122,7 @@ async def _run(command: "ServeCommand") -> int:
             server_header=False,
         )
     )
-    await server.serve()
+    server.run()
     return 1 if app.state.runtime.failure is not None else 0
 
 
@@ -149,3 +148,7 @@ def build_app(command: "ServeCommand", *, on_fatal: Callable[[], None]) -> "Fast
         )
 
     return create_app(command.settings, start_backend, on_fatal=on_fatal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,7 +30,6 @@ class Runtime:
         metrics: Its own series.
         service: None until the engine is up.
         failure: Why it never will be; None unless start-up failed.
-        is_draining: Whether the server is shutting down.
         started: Set once there is a service or a failure.
     """
 
@@ -38,22 +37,19 @@ class Runtime:
     metrics: Metrics
     service: Service | None = None
     failure: BaseException | None = None
-    is_draining: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     def require_service(self) -> Service:
         """The service.
 
         Raises:
-            EngineNotReady: The engine is starting, or the server is shutting down.
+            EngineNotReady: The engine is starting.
             EngineDown: The engine failed to start.
         """
         if self.failure is not None:
             raise EngineDown("the engine failed to start")
         if self.service is None:
             raise EngineNotReady("the engine is starting")
-        if self.is_draining:
-            raise EngineNotReady("the server is shutting down")
         return self.service
 
 

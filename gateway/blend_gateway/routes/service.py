@@ -48,12 +48,7 @@ async def livez(request: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """Whether requests can be answered now."""
-    runtime = runtime_of(request)
-    try:
-        runtime.require_service()
-    except GatewayError as error:
-        return _unready(error)
-    return await _probe(runtime)
+    return await _probe(runtime_of(request))
 
 
 async def health(request: Request) -> Response:
@@ -103,16 +98,11 @@ def _blending(runtime: Runtime, service: Service) -> dict[str, Any]:
 
 async def _probe(runtime: Runtime) -> Response:
     try:
-        service = _whatever_service(runtime)
+        service = runtime.require_service()
         await service.backend.check_health()
     except GatewayError as error:
         return _unready(error)
     return JSONResponse({"status": "ok", "blend": _blending(runtime, service)})
-
-
-def _whatever_service(runtime: Runtime) -> Service:
-    """The service, also while draining: a draining server is alive."""
-    return runtime.service if runtime.service is not None else runtime.require_service()
 
 
 def _unready(error: GatewayError) -> Response:
