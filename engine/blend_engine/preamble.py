@@ -11,46 +11,50 @@ from typing import Any
 
 from blend_engine.segments import SegmentContext, SegmentSpan
 
-BALLAST_TOKENS = 256
-"""Between 128 and 512 tokens recovered most on 14 MuSiQue prompts; 64 recovered nothing."""
-
 SEPARATOR_TEXT = "\n\n"
 """A blank line; its encoding stands between header, document and what follows."""
 
-_BALLAST_TEXT = (
-    "The harbour of Bergen grew around a natural inlet sheltered from the North Sea. Merchants "
-    "dried cod on wooden racks and exchanged it for grain that ships carried from the Baltic. "
-    "The narrow wharf houses burned down several times, and each time they were rebuilt on the "
-    "same plots.\n\n"
-    "Glaciers move because ice deforms under its own weight. Near the surface it stays brittle "
-    "and cracks into crevasses, while deeper layers flow slowly, like a very stiff liquid. A "
-    "valley that a glacier has left behind is wide and flat, with steep walls.\n\n"
-    "A pendulum clock keeps time by counting swings of equal length. Heat lengthens the rod and"
-    " slows the clock, so makers combined metals that expand at different rates. In 1761 a "
-    "marine chronometer crossed the Atlantic and lost five seconds in eighty-one days.\n\n"
+_SYSTEM = "You are a helpful assistant."
+_MARK = "BALLAST"
+
+_BALLAST = (
+    "The harbour of Bergen grew around a natural inlet sheltered from the North Sea. "
+    "Merchants dried cod on wooden racks and exchanged it for grain that ships carried from "
+    "the Baltic. The narrow wharf houses burned down several times, and each time they were "
+    "rebuilt on the same plots.",
+    "Glaciers move because ice deforms under its own weight. Near the surface it stays "
+    "brittle and cracks into crevasses, while deeper layers flow slowly, like a very stiff "
+    "liquid. A valley that a glacier has left behind is wide and flat, with steep walls.",
+    "A pendulum clock keeps time by counting swings of equal length. Heat lengthens the rod "
+    "and slows the clock, so makers combined metals that expand at different rates. In 1761 a"
+    " marine chronometer crossed the Atlantic and lost five seconds in eighty-one days.",
     "Honeybees tell one another where flowers stand by dancing on the comb. The angle of the "
-    "dance against the vertical gives the direction relative to the sun, and its duration the "
-    "distance. Other workers follow the dancer closely in the dark before they leave the hive.\n\n"
-    "The printing workshop of Christophe Plantin in Antwerp employed more than fifty people. "
-    "Compositors set type in six languages, correctors read the proofs aloud, and pressmen "
-    "pulled about twelve hundred sheets in a day. The account books of the house survive almost"
-    " complete.\n\n"
-    "Salt was taxed in many countries because everybody needed it and few places produced it. "
-    "In some regions of France households had to buy a fixed amount each year, whether they "
-    "used it or not. Smugglers carried it across the borders of provinces at night, and "
-    "officers searched their bread."
+    "dance against the vertical gives the direction relative to the sun, and its duration the"
+    " distance. Other workers follow the dancer closely in the dark before they leave the "
+    "hive.",
 )
 
 
+def document_header(number: int, title: str | None = None) -> str:
+    """The fresh text before a document: its place in the prompt and its title."""
+    return f"Document [{number}]: {title}" if title else f"Document [{number}]"
+
+
 def ballast_ids(tokenizer: Any) -> list[int]:
-    """BOS where the model gets one, `BALLAST_TOKENS` of unrelated text, a separator.
+    """A chat that has come to its next document: the template's opening, ballast, a header.
+
+    Laid out as the assembler lays out a prompt, since a document compiled behind running text alone
+    behaves less like one in a prompt. About 280 tokens.
 
     Args:
         tokenizer: The model's Hugging Face tokenizer.
     """
-    text_ids = tokenizer.encode(_BALLAST_TEXT, add_special_tokens=False)[:BALLAST_TOKENS]
-    separator = tokenizer.encode(SEPARATOR_TEXT, add_special_tokens=False)
-    return [*bos_ids(tokenizer), *text_ids, *separator]
+    separator = _encode(tokenizer, SEPARATOR_TEXT)
+    ids = [*_opening_ids(tokenizer), *separator]
+    for number, paragraph in enumerate(_BALLAST, 1):
+        ids += [*_encode(tokenizer, document_header(number)), *separator]
+        ids += [*_encode(tokenizer, paragraph), *separator]
+    return [*ids, *_encode(tokenizer, document_header(len(_BALLAST) + 1)), *separator]
 
 
 def bos_ids(tokenizer: Any) -> list[int]:
@@ -58,6 +62,26 @@ def bos_ids(tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token_id
     with_special = tokenizer("a")["input_ids"]
     return [bos] if bos is not None and with_special[:1] == [bos] else []
+
+
+def _opening_ids(tokenizer: Any) -> list[int]:
+    """What the chat template writes before the first words of a user; BOS without a template."""
+    if not tokenizer.chat_template:
+        return bos_ids(tokenizer)
+    user = {"role": "user", "content": _MARK}
+    for messages in ([{"role": "system", "content": _SYSTEM}, user], [user]):
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # noqa: BLE001 - templates raise what they like; some know no system
+            continue
+        opening, mark, _ = text.partition(_MARK)
+        if mark:
+            return _encode(tokenizer, opening)
+    return bos_ids(tokenizer)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def compile_prompt(

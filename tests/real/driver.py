@@ -1,0 +1,195 @@
+"""What the tests ask of a real engine: prompts made of segments, full prefill, blending, comparisons."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blend_engine.connector import BlendConnector
+from blend_engine.offline import compile_segment
+from blend_engine.protocol import BlendParams, BlendReport, Policy
+from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
+
+TENANT = "tests"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and where their segments stand."""
+
+    ids: list[int]
+    spans: tuple[SegmentSpan, ...]
+
+    def segment(self, index: int) -> list[int]:
+        """A segment's own ids."""
+        return self.ids[self.spans[index].start : self.spans[index].end]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """First-token log-probabilities over the whole vocabulary, and the greedy continuation."""
+
+    logprobs_V: Tensor
+    token_ids: list[int]
+    report: BlendReport | None
+
+
+class Driver:
+    """A loaded engine."""
+
+    def __init__(self, llm: Any, model: Path) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.llm = llm
+        self.model = model
+        self.tokenizer = llm.get_tokenizer()
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, BlendConnector)
+        self.worker = connector.worker
+        scheduler_side = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        assert isinstance(scheduler_side, BlendConnector)
+        self.scheduler = scheduler_side.scheduler
+        self._reports: dict[str, BlendReport] = {}
+        self._record_reports()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without special tokens added."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(
+        self, documents: Sequence[Sequence[int]], question: str, system: str = "Answer briefly."
+    ) -> Prompt:
+        """Leading segment, documents, question, in the chat template's layout."""
+        separator = self.encode("\n\n")
+        ids = self.encode(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>")
+        spans = [SegmentSpan(start=0, end=len(ids), context=SegmentContext.PREFIX)]
+        ids += self.encode("user\n")
+        for number, document in enumerate(documents, 1):
+            ids += separator + self.encode(f"Document [{number}]") + separator
+            start = len(ids)
+            ids += document
+            spans.append(SegmentSpan(start=start, end=len(ids), context=SegmentContext.FREE))
+            ids += separator
+        ids += self.encode(question + "<|im_end|>\n<|im_start|>assistant\n")
+        return Prompt(ids, tuple(spans))
+
+    def compile(self, prompt: Prompt) -> None:
+        """Store every non-empty segment of a prompt that is not stored yet."""
+        for index, span in enumerate(prompt.spans):
+            ids = prompt.segment(index)
+            if ids and self.stored(span.context, ids) is None:
+                self.compile_ids(span.context, ids)
+
+    def compile_ids(self, context: SegmentContext, ids: list[int]) -> None:
+        """Store one segment."""
+        compile_segment(self.llm, tenant=TENANT, context=context, token_ids=ids)
+
+    def stored(self, context: SegmentContext, ids: Sequence[int]) -> Any:
+        """The worker's slab of a segment."""
+        return self.worker.pool.get(segment_key(TENANT, context, ids))
+
+    def forget_all(self) -> None:
+        """Empty the store, the way a drop does."""
+        index = self.scheduler._index
+        index.drop(list(index._entries))
+        self.full(self.encode("Hello"))
+
+    def full(self, ids: list[int], *, max_tokens: int = 1, salt: str | None = None) -> Answer:
+        """Full prefill by vLLM alone."""
+        return self._generate(ids, None, max_tokens, salt)
+
+    def blend(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        ratio: float,
+        *,
+        check_layer: int = 1,
+        max_tokens: int = 1,
+        salt: str | None = None,
+    ) -> Answer:
+        """Reuse what is stored of a prompt."""
+        params = BlendParams(
+            plan_id=uuid.uuid4().hex,
+            tenant=TENANT,
+            segments=prompt.spans,
+            policy=policy,
+            recompute_ratio=ratio,
+            check_layer=check_layer,
+            approximate_salt=True,
+        )
+        return self._generate(prompt.ids, params, max_tokens, salt)
+
+    def generate_together(
+        self, requests: Sequence[tuple[list[int], BlendParams | None]], *, salt: str
+    ) -> list[Answer]:
+        """Requests admitted in one step, under one salt."""
+        from vllm.inputs import TokensPrompt
+
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in requests],
+            [_sampling(params, 1) for _, params in requests],
+            use_tqdm=False,
+        )
+        return [
+            self._answer(output, params)
+            for output, (_, params) in zip(outputs, requests, strict=True)
+        ]
+
+    def _generate(
+        self, ids: list[int], params: BlendParams | None, max_tokens: int, salt: str | None
+    ) -> Answer:
+        from vllm.inputs import TokensPrompt
+
+        (output,) = self.llm.generate(
+            TokensPrompt(prompt_token_ids=ids, cache_salt=salt or uuid.uuid4().hex),
+            _sampling(params, max_tokens),
+            use_tqdm=False,
+        )
+        return self._answer(output, params)
+
+    def _answer(self, output: Any, params: BlendParams | None) -> Answer:
+        completion = output.outputs[0]
+        first = completion.logprobs[0]
+        logprobs_V = torch.full((len(first),), -torch.inf)
+        ids = torch.tensor(list(first))
+        logprobs_V[ids] = torch.tensor([entry.logprob for entry in first.values()])
+        report = self._reports.get(params.plan_id) if params else None
+        return Answer(logprobs_V, list(completion.token_ids), report)
+
+    def _record_reports(self) -> None:
+        take = self.scheduler.take_stats
+
+        def recording() -> Any:
+            stats = take()
+            for wire in stats.data.get("reports", ()) if stats else ():
+                report = BlendReport.from_wire(json.loads(json.dumps(wire)))
+                self._reports[report.plan_id] = report
+            return stats
+
+        self.scheduler.take_stats = recording
+
+
+def _sampling(params: BlendParams | None, max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params.to_kv_transfer_params()} if params else None
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, logprobs=-1, extra_args=extra, seed=0
+    )
+
+
+def kl_divergence(reference: Answer, other: Answer) -> float:
+    """KL from full prefill's first-token distribution to the other's, in nats."""
+    p, q = reference.logprobs_V.double(), other.logprobs_V.double()
+    return float((p.exp() * (p - q)).sum())
+
+
+def max_logprob_difference(one: Answer, other: Answer) -> float:
+    """Largest absolute difference of first-token log-probabilities."""
+    return float((one.logprobs_V - other.logprobs_V).abs().max())
