@@ -206,6 +206,16 @@ def cold_documents(
     )
 
 
+def cold_segments(plan: Plan, segment_indices: Sequence[int]) -> DocumentCold:
+    """The error for segments that the engine found without KV after all."""
+    cold = [
+        index
+        for index, document in enumerate(plan.documents)
+        if document.segment_index in segment_indices
+    ]
+    return cold_documents(plan.documents, cold)
+
+
 def _name(document: PlannedDocument, index: int) -> str:
     label = next((value for value in document.label.values() if value is not None), None)
     return f"document {index + 1}" if label is None else f"document {str(label)[:64]!r}"

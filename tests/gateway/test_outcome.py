@@ -12,6 +12,7 @@ from blend_gateway.outcome import (
     Outcome,
     Plan,
     PlannedDocument,
+    cold_segments,
     unreported,
     with_report,
     without_report,
@@ -191,3 +192,11 @@ async def test_errors_in_a_stream_get_our_shape() -> None:
     )
     assert json.loads(event.removeprefix("data: "))["error"]["code"] == "y"
     assert done == DONE
+
+
+def test_segments_found_cold_are_named_as_documents() -> None:
+    made = plan(1, None, 2)
+    error = cold_segments(made, [2])
+    assert "'d2'" in error.message
+    assert "'d0'" not in error.message
+    assert error.param == "documents[2]"

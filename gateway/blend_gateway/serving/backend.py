@@ -14,10 +14,11 @@ from vllm.parser.metrics import init_parser_metrics
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from blend_engine.errors import ColdDocument
 from blend_engine.ports import BlendEngine
 from blend_gateway.assembler.documents import Resolver, parse_documents
 from blend_gateway.errors import RequestFailed
-from blend_gateway.outcome import Plan
+from blend_gateway.outcome import Plan, cold_segments
 from blend_gateway.ports import Completion, EventStream
 from blend_gateway.protocol import ChatCall
 from blend_gateway.salts import derive_salt
@@ -107,21 +108,25 @@ class VllmBackend:
             GatewayError: The request cannot be answered.
             BlendError: Neither, for a reason of the engine's.
         """
+        exchange = Exchange(
+            call=call,
+            resolve=resolve,
+            plan=Plan(salt=derive_salt(self._settings.salt_secret, call.tenant)),
+        )
         try:
-            return await self._answer(call, resolve)
+            return await self._answer(exchange)
+        except ColdDocument as error:
+            # The registry thought it warm; the engine, which knows, found it gone.
+            raise cold_segments(exchange.plan, error.segment_indices) from error
         except Exception as error:
             translated = translate(error)
             if translated is error:
                 raise
             raise translated from error
 
-    async def _answer(self, call: ChatCall, resolve: Resolver) -> Completion | EventStream:
-        exchange = Exchange(
-            call=call,
-            documents=parse_documents(call.documents),
-            resolve=resolve,
-            plan=Plan(salt=derive_salt(self._settings.salt_secret, call.tenant)),
-        )
+    async def _answer(self, exchange: Exchange) -> Completion | EventStream:
+        call = exchange.call
+        exchange.documents = parse_documents(call.documents)
         request = build_request(
             exchange,
             vocab_size=self._vocab_size,
@@ -181,7 +186,8 @@ class VllmBackend:
         listed: dict[str, Any] = (await self._models.show_available_models()).model_dump()
         for card in listed["data"]:
             card["owned_by"] = "blendgate"
-            card.pop("permission", None)
+            for name in ("permission", "root"):  # the latter is a path on this machine
+                card.pop(name, None)
         return listed
 
     async def check_health(self) -> None:

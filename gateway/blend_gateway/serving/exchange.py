@@ -25,17 +25,17 @@ class Exchange:
 
     Args:
         call: The request.
-        documents: Its top-level documents, read.
         resolve: Finds registered documents.
-        plan: Set once the prompt exists.
+        plan: Looks nothing up until the prompt exists.
+        documents: The request's top-level documents, once they are read.
         outcome: Set once the first token exists.
         failure: What ended the generation after its first token.
     """
 
     call: ChatCall
-    documents: tuple[Document, ...]
     resolve: Resolver
     plan: Plan
+    documents: tuple[Document, ...] = ()
     outcome: Outcome | None = None
     failure: Exception | None = None
 
