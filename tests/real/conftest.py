@@ -1,7 +1,7 @@
 """One real engine for all tests of this folder: vLLM on the CPU, SmolLM2-135M-Instruct in fp32.
 
-It runs inside the test process, so that tests can look into both connector roles. Prefix caching is on;
-requests that must not meet each other's blocks use salts of their own.
+It runs inside the test process, so that tests can look into both connector roles. Prefix caching is
+on; requests that must not meet each other's blocks use salts of their own.
 """
 
 import os
@@ -13,10 +13,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from tests.real.driver import Driver
+
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
 from blend_gateway.demo_model import prepare
-from tests.real.driver import Driver
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

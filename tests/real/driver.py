@@ -1,4 +1,5 @@
-"""What the tests ask of a real engine: prompts made of segments, full prefill, blending, comparisons."""
+"""What the tests ask of a real engine: prompts made of segments, full prefill, blending,
+comparisons."""
 
 import json
 import uuid

@@ -1,7 +1,8 @@
-"""The blend pass in plain PyTorch for Llama-like models: the definition that the fast path is held to.
+"""The blend pass in plain PyTorch for Llama-like models: the definition that the fast path is held
+to.
 
-One token at a position p attends to keys 0..p, computed or cached, and to no others. Written from the
-model's weights alone; shares no code with the engine.
+One token at a position p attends to keys 0..p, computed or cached, and to no others. Written from
+the model's weights alone; shares no code with the engine.
 """
 
 import json

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from blend_engine.protocol import Policy
-
 from tests.real.driver import Driver, Prompt, kl_divergence, max_logprob_difference
 from tests.real.texts import fact_document, question
+
+from blend_engine.protocol import Policy
 
 RATIOS = (0.0, 0.05, 0.15, 0.5, 1.0)
 NUM_PROMPTS = 20

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.real.driver import Driver, Prompt
+from tests.real.reference_model import ReferenceModel
+from tests.real.texts import fact_document, question
+from torch import Tensor
+
 from blend_engine import attention_batch, model_pass
 from blend_engine.model_pass import ModelPass
 from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext
-from torch import Tensor
-
-from tests.real.driver import Driver, Prompt
-from tests.real.reference_model import ReferenceModel
-from tests.real.texts import fact_document, question
 
 TOLERANCE = 2e-3
 """fp32 over 30 layers, in another order of sums; keys of this model reach 60."""
