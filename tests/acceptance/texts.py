@@ -5,7 +5,7 @@ from tests.real.texts import fact_document
 SYSTEM = "You are a careful assistant. Use the document to answer, and keep it short."
 FIRST_QUESTION = "Who keeps bees?"
 SECOND_QUESTION = "Which of the people in the document lives in Corvale, and what was found there?"
-LONG_DOCUMENT = fact_document(7, 58)
+LONG_DOCUMENT = fact_document(7, 63)
 """About 2,300 tokens."""
 DOCUMENTS = {name: fact_document(seed, 9) for seed, name in enumerate(("a", "b", "c", "d"), 60)}
 """About 360 tokens each."""
