@@ -15,7 +15,7 @@ from blend_gateway.errors import BodyTooLarge, InvalidRequest
 
 _INT64_DIGITS = 19
 _SMALL_BYTES = 256 << 10
-"""From here on a body takes long to parse, seconds at 8 MiB of brackets, so others get their turn."""
+"""From here on a body takes long to parse, seconds at 8 MiB of brackets, so others get a turn."""
 
 
 async def read_json_object(request: Request, *, max_bytes: int, max_depth: int) -> dict[str, Any]:
