@@ -5,8 +5,9 @@ Owns the order of background compiles; the engine sees each as an ordinary reque
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from blend_engine.errors import EngineUnavailable
 from blend_engine.ports import CompileOutcome
 from blend_engine.segments import SegmentContext, SegmentKey
 
@@ -25,7 +26,6 @@ class CompileJob:
 class _Pending:
     job: CompileJob
     done: asyncio.Future[CompileOutcome]
-    waiters: int = field(default=0)
 
 
 class CompileQueue:
@@ -43,6 +43,7 @@ class CompileQueue:
         self._max_depth = max_depth
         self._pending: dict[SegmentKey, _Pending] = {}
         self._worker: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def __len__(self) -> int:
         """Jobs waiting or running."""
@@ -60,7 +61,7 @@ class CompileQueue:
         """
         pending = self._pending.get(job.key)
         if pending is None:
-            if len(self._pending) >= self._max_depth:
+            if self._is_closed or len(self._pending) >= self._max_depth:
                 return None
             pending = _Pending(job=job, done=asyncio.get_running_loop().create_future())
             # An outcome that nobody waits for must not warn about a lost exception.
@@ -68,10 +69,13 @@ class CompileQueue:
             self._pending[job.key] = pending
             if self._worker is None or self._worker.done():
                 self._worker = asyncio.create_task(self._work())
-        return asyncio.shield(pending.done)
+        shielded = asyncio.shield(pending.done)
+        shielded.add_done_callback(_retrieve)
+        return shielded
 
     def close(self) -> None:
-        """Stop; jobs that wait are cancelled."""
+        """Stop; jobs that wait are cancelled, and later ones refused."""
+        self._is_closed = True
         if self._worker is not None:
             self._worker.cancel()
         for pending in self._pending.values():
@@ -83,6 +87,12 @@ class CompileQueue:
             key, pending = next(iter(self._pending.items()))
             try:
                 outcome = await self._run(pending.job)
+            except asyncio.CancelledError:
+                if self._is_closed:
+                    raise
+                # The engine's request was cancelled, not this loop; the jobs behind it go on.
+                if not pending.done.done():
+                    pending.done.set_exception(EngineUnavailable("the compile was cancelled"))
             except Exception as error:  # noqa: BLE001 - handed to whoever waits, whatever it is
                 if not pending.done.done():
                     pending.done.set_exception(error)

@@ -23,7 +23,7 @@ class EngineMirror:
 
     def __init__(self) -> None:
         self._reports: OrderedDict[str, BlendReport] = OrderedDict()
-        self._report_waiters: dict[str, asyncio.Event] = {}
+        self._report_waiters: dict[str, list[asyncio.Event]] = {}
         self._compile_failures: OrderedDict[str, str] = OrderedDict()
         self._resident: set[SegmentKey] = set()
         self.unsupported_reason: str | None = None
@@ -48,14 +48,18 @@ class EngineMirror:
     async def wait_for_report(self, plan_id: str, timeout_s: float) -> BlendReport | None:
         """The report of a plan; it comes with the step that made the first token, or just after."""
         if plan_id not in self._reports:
-            event = self._report_waiters.setdefault(plan_id, asyncio.Event())
+            event = asyncio.Event()
+            waiters = self._report_waiters.setdefault(plan_id, [])
+            waiters.append(event)
             try:
                 async with asyncio.timeout(timeout_s):
                     await event.wait()
             except TimeoutError:
                 return None
             finally:
-                self._report_waiters.pop(plan_id, None)
+                waiters.remove(event)
+                if not waiters:
+                    self._report_waiters.pop(plan_id, None)
         return self._reports.get(plan_id)
 
     def take_compile_failure(self, plan_id: str) -> str | None:
@@ -72,8 +76,8 @@ class EngineMirror:
             report = BlendReport.from_wire(wire)
             # With n > 1 every child reports; the first says what the prompt cost.
             self._reports.setdefault(report.plan_id, report)
-            if report.plan_id in self._report_waiters:
-                self._report_waiters[report.plan_id].set()
+            for event in self._report_waiters.get(report.plan_id, ()):
+                event.set()
         while len(self._reports) > _MAX_REPORTS:
             self._reports.popitem(last=False)
 

@@ -5,9 +5,14 @@ reads well in a debugger. Malformed input raises `InvalidBlendParams` here, in t
 the connector treats whatever it cannot read as a plain request.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from blend_engine.errors import InvalidBlendParams
 from blend_engine.segments import SegmentContext, SegmentKey, SegmentSpan
@@ -88,11 +93,8 @@ class BlendParams:
             raise InvalidBlendParams(f"`check_layer` must be >= 0, got {self.check_layer!r}")
         previous_end = 0
         for span in self.segments:
-            if span.start < previous_end or span.end < span.start:
-                raise InvalidBlendParams(f"spans must be sorted and disjoint, got {span!r}")
+            _check_span(span, least_start=previous_end)
             previous_end = span.end
-            if span.context is SegmentContext.PREFIX and span.start != 0:
-                raise InvalidBlendParams(f"a prefix segment starts at 0, got {span!r}")
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
         """The dict for `SamplingParams.extra_args["kv_transfer_params"]`."""
@@ -106,6 +108,16 @@ class CompileParams:
     plan_id: str
     tenant: str
     segment: SegmentSpan
+
+    def __post_init__(self) -> None:
+        """Validate.
+
+        Raises:
+            InvalidBlendParams: The span is empty, or a prefix segment does not start at 0.
+        """
+        _check_span(self.segment, least_start=0)
+        if self.segment.num_tokens == 0:
+            raise InvalidBlendParams("a segment to compile needs at least one token")
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
         """The dict for `SamplingParams.extra_args["kv_transfer_params"]`."""
@@ -245,30 +257,33 @@ def parse_request_params(kv_transfer_params: Any) -> RequestParams | None:
     if not isinstance(wire, dict) or wire.get("version") != WIRE_VERSION:
         return None
     try:
-        return _parse(wire["kind"], dict(wire["params"]))
-    except (KeyError, TypeError, ValueError) as error:
+        kind = _KINDS[wire["kind"]]
+        unlike = set(wire["params"]) ^ set(kind.__dataclass_fields__)
+        if unlike:
+            raise ValueError(f"missing or unknown: {sorted(map(str, unlike))}")
+        # Strict, as JSON: lists stand for tuples and strings for enums; nothing else is coerced.
+        encoded = json.dumps(wire["params"], allow_nan=False)
+        return _PARSERS[kind].validate_json(encoded, strict=True)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InvalidBlendParams(f"malformed blend parameters: {error}") from error
 
 
-def _parse(kind: str, params: dict[str, Any]) -> RequestParams:
-    if kind == "use":
-        params["segments"] = tuple(_span(span) for span in params["segments"])
-        params["policy"] = Policy(params["policy"])
-        return BlendParams(**params)
-    if kind == "compile":
-        params["segment"] = _span(params["segment"])
-        return CompileParams(**params)
-    if kind == "drop":
-        params["keys"] = tuple(params["keys"])
-        return DropParams(**params)
-    raise ValueError(f"unknown kind {kind!r}")
-
-
-def _span(wire: dict[str, Any]) -> SegmentSpan:
-    return SegmentSpan(
-        start=int(wire["start"]), end=int(wire["end"]), context=SegmentContext(wire["context"])
-    )
+def _check_span(span: SegmentSpan, *, least_start: int) -> None:
+    if span.start < least_start or span.end < span.start:
+        raise InvalidBlendParams(f"spans must be sorted and disjoint, got {span!r}")
+    if span.context is SegmentContext.PREFIX and span.start != 0:
+        raise InvalidBlendParams(f"a prefix segment starts at 0, got {span!r}")
 
 
 def _wire(kind: str, params: dict[str, Any]) -> dict[str, Any]:
     return {WIRE_KEY: {"version": WIRE_VERSION, "kind": kind, "params": params}}
+
+
+_KINDS: Mapping[str, type[RequestParams]] = MappingProxyType(
+    {"use": BlendParams, "compile": CompileParams, "drop": DropParams}
+)
+
+_PARSERS: Mapping[type[RequestParams], TypeAdapter[RequestParams]] = MappingProxyType(
+    {kind: TypeAdapter(kind) for kind in _KINDS.values()}
+)
+"""Check types and ranges: the scheduler role computes with these and must never raise on them."""

@@ -27,7 +27,13 @@ from blend_engine.protocol import (
 )
 from blend_engine.reporting import BlendStats, Outbox, make_report
 from blend_engine.segments import SegmentKey
-from blend_engine.tracking import BlockFollower, RequestTracker, TrackedRequest, may_reuse
+from blend_engine.tracking import (
+    BlockFollower,
+    RequestTracker,
+    TrackedRequest,
+    loaded_statuses,
+    may_reuse,
+)
 
 
 @dataclass(slots=True)
@@ -38,6 +44,7 @@ class _Admitted:
     tracked: TrackedRequest
     plan: Plan
     block_ids: tuple[int, ...]
+    statuses: tuple[SegmentStatus, ...]
     leased: tuple[SegmentKey, ...] = ()
     capture: Capture | None = None
 
@@ -49,6 +56,7 @@ class _InFlight:
     tracked: TrackedRequest
     plan: Plan
     local_tokens: int
+    statuses: tuple[SegmentStatus, ...]
     leased: tuple[SegmentKey, ...]
     capture: Capture | None
 
@@ -109,7 +117,7 @@ class BlendScheduler:
             return
         plan = tracked.plan
         if plan is None or num_external_tokens == 0:
-            self._report_unplanned(tracked, plan)
+            self._report_unplanned(tracked, plan, may_reuse(request))
             return
         if num_external_tokens != plan.num_external_tokens:
             # vLLM may round an external count down to whole blocks; the rest is its own to compute.
@@ -120,8 +128,9 @@ class BlendScheduler:
                 tracked=tracked,
                 plan=plan,
                 block_ids=tuple(block_ids),
+                statuses=loaded_statuses(tracked, plan),
                 leased=self._lease(plan),
-                capture=self._reserve(tracked),
+                capture=self._reserve(tracked, plan),
             )
         )
 
@@ -152,7 +161,7 @@ class BlendScheduler:
                 self._settle(flight, outcome)
 
     def request_finished(self, request: Any) -> None:
-        """Forget the request. Its passes settle with their acknowledgement, not here."""
+        """Forget the request; its passes settle with their acknowledgement."""
         self._requests.forget(request.request_id)
         self._blocks.forget(request.request_id)
 
@@ -179,7 +188,9 @@ class BlendScheduler:
         params = tracked.params
         servable = self._ready and self._unsupported_reason is None and may_reuse(request)
         if isinstance(params, CompileParams):
-            if not servable or self._is_resident(tracked, 0):
+            # The prompt's last token is vLLM's, so a segment that ends there cannot be captured.
+            fits = params.segment.end < len(tracked.prompt)
+            if not servable or not fits or self._is_resident(tracked, 0):
                 return nothing
             end = max(num_computed, len(tracked.prompt) - 1)
             return Plan(num_computed=num_computed, covered_end=end, hits=())
@@ -209,7 +220,8 @@ class BlendScheduler:
 
     def _status(self, tracked: TrackedRequest, index: int, num_computed: int) -> SegmentStatus:
         span = tracked.spans[index]
-        if self._is_resident(tracked, index) or span.end <= num_computed:
+        is_there = span.num_tokens == 0 or span.end <= num_computed
+        if is_there or self._is_resident(tracked, index):
             return SegmentStatus.HIT
         if span.num_tokens < self._config.min_segment_tokens:
             return SegmentStatus.TOO_SHORT
@@ -221,21 +233,27 @@ class BlendScheduler:
             return False
         return self._index.lookup(tracked.keys[index], tracked.token_ids(index))
 
-    def _report_unplanned(self, tracked: TrackedRequest, plan: Plan | None) -> None:
+    def _report_unplanned(
+        self, tracked: TrackedRequest, plan: Plan | None, may_blend: bool
+    ) -> None:
         params = tracked.params
         if isinstance(params, CompileParams):
             self._report_unplanned_compile(tracked)
         elif isinstance(params, BlendParams) and not tracked.reported:
             tracked.reported = True
-            unserved = not self._ready or self._unsupported_reason is not None
+            reason = None
+            if not self._ready or self._unsupported_reason is not None:
+                reason = FallbackReason.UNSUPPORTED_MODEL
+            elif not may_blend:
+                reason = FallbackReason.PROMPT_LOGPROBS
             self._outbox.reports.append(
                 make_report(
                     params,
                     prompt_tokens=len(tracked.prompt),
                     local_tokens=plan.num_computed if plan else 0,
-                    statuses=tracked.statuses,
+                    statuses=loaded_statuses(tracked, plan),
                     outcome=None,
-                    fallback_reason=FallbackReason.UNSUPPORTED_MODEL if unserved else None,
+                    fallback_reason=reason,
                 )
             )
 
@@ -270,11 +288,14 @@ class BlendScheduler:
             self._index.acquire(key)
         return keys
 
-    def _reserve(self, tracked: TrackedRequest) -> Capture | None:
+    def _reserve(self, tracked: TrackedRequest, plan: Plan) -> Capture | None:
         params = tracked.params
         if not isinstance(params, CompileParams):
             return None
         span, key = params.segment, tracked.keys[0]
+        if plan.covered_end < span.end:
+            self._compile_event(tracked, StoreEventKind.FAILED, "not_covered")
+            return None
         if self._index.is_reserved(key):
             # The same segment is being compiled in this very step; that one's event serves both.
             return None
@@ -317,6 +338,7 @@ class BlendScheduler:
             tracked=item.tracked,
             plan=plan,
             local_tokens=plan.num_computed - sum(end - start for start, end in fresh),
+            statuses=item.statuses,
             leased=item.leased,
             capture=item.capture,
         )
@@ -356,7 +378,7 @@ class BlendScheduler:
                     tracked.params,
                     prompt_tokens=len(tracked.prompt),
                     local_tokens=flight.local_tokens,
-                    statuses=tracked.statuses,
+                    statuses=flight.statuses,
                     outcome=outcome,
                 )
             )

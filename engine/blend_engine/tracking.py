@@ -54,7 +54,7 @@ class RequestTracker:
     """Tracked requests by vLLM's request id."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, TrackedRequest] = {}
+        self._requests: dict[str, TrackedRequest | None] = {}
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """A request met before."""
@@ -62,12 +62,9 @@ class RequestTracker:
 
     def track(self, request: Any) -> TrackedRequest | None:
         """The request, read on first sight; None where it carries nothing that we can read."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            tracked = _read(request)
-            if tracked is not None:
-                self._requests[request.request_id] = tracked
-        return tracked
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = _read(request)
+        return self._requests[request.request_id]
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -113,6 +110,23 @@ class BlockFollower:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._blocks.pop(request_id, None)
+
+
+def loaded_statuses(tracked: TrackedRequest, plan: Plan | None) -> tuple[SegmentStatus, ...]:
+    """The statuses as they come true: a resident segment that is not loaded is no hit."""
+    if not tracked.statuses:
+        return ()
+    loaded = {hit.segment_index for hit in plan.hits} if plan else set()
+    num_computed = plan.num_computed if plan else 0
+    return tuple(
+        SegmentStatus.MISS
+        if status is SegmentStatus.HIT
+        and index not in loaded
+        and span.num_tokens > 0
+        and span.end > num_computed
+        else status
+        for index, (span, status) in enumerate(zip(tracked.spans, tracked.statuses, strict=True))
+    )
 
 
 def may_reuse(request: Any) -> bool:

@@ -1,6 +1,7 @@
 """Rules of `CompileQueue`: bounded, deduplicated, in order, deaf to one waiter that leaves."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -247,5 +248,38 @@ def test_close_of_an_idle_queue_is_quiet():
         queue.close()
         queue.close()
         assert engine.started == []
+
+    with_queue(body)
+
+
+def test_failure_that_nobody_waits_for_is_quiet():
+    """A background compile that fails warns of no lost exception."""
+
+    async def body(queue: CompileQueue, engine: Engine) -> None:
+        warnings: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: warnings.append(context["message"])
+        )
+        queue.submit(job("a"))
+        engine.fail("a", RuntimeError("out of memory"))
+        await settle()
+        gc.collect()
+        assert warnings == []
+
+    with_queue(body)
+
+
+def test_job_that_the_engine_cancels_ends_for_its_waiters_and_the_queue_goes_on():
+    """A compile whose request the engine cancels hangs neither its callers nor the others."""
+
+    async def body(queue: CompileQueue, engine: Engine) -> None:
+        first, behind = queue.submit(job("a")), queue.submit(job("b"))
+        await settle()
+        engine.ends["a"].cancel()
+        await settle()
+        assert first.done()
+        engine.finish("b")
+        await settle()
+        assert behind.done()
 
     with_queue(body)

@@ -245,3 +245,22 @@ def test_logger_feeds_the_mirror():
     assert mirror.report("plan") is None
     logger.record(SchedulerStats(kv_connector_stats=step(REPORT)), None)
     assert mirror.report("plan") == REPORT
+
+
+@pytest.mark.parametrize("leaves", ["timeout", "cancel"])
+def test_waiter_that_gives_up_does_not_cost_others_the_report(leaves):
+    """A client that leaves does not keep the report from another who waits for the same plan."""
+
+    async def main() -> None:
+        mirror = EngineMirror()
+        patience_s = 0.001 if leaves == "timeout" else 10.0
+        one = asyncio.create_task(mirror.wait_for_report("plan", patience_s))
+        other = asyncio.create_task(mirror.wait_for_report("plan", 0.2))
+        await asyncio.sleep(0)
+        if leaves == "cancel":
+            one.cancel()
+        await asyncio.wait([one])
+        mirror.observe(step(REPORT))
+        assert await other == REPORT
+
+    asyncio.run(main())

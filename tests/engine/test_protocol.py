@@ -107,11 +107,7 @@ EVENTS = st.builds(
     reason=st.none() | TEXTS,
 )
 JUNK = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_infinity=False)
-    | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
@@ -257,6 +253,11 @@ def test_neighbours_on_the_wire_are_left_alone():
         {"segments": [span_wire(start="a")]},
         {"segments": [span_wire(start=None)]},
         {"segments": [span_wire(start=float("nan"))]},
+        {"segments": [span_wire(end=float("inf"))]},
+        {"tenant": 5},
+        {"tenant": "\ud800"},
+        {"plan_id": ["p"]},
+        {"check_layer": 1.5},
         {"segments": [span_wire(0, 8), span_wire(7, 9)]},
         {"segments": [span_wire(8, 9), span_wire(0, 7)]},
         {"segments": [span_wire(start=1, context="prefix")]},
@@ -293,6 +294,11 @@ def test_missing_parameter_is_refused(missing):
         {"kind": "use", "params": "params"},
         {"kind": "compile", "params": {"plan_id": "p", "tenant": "t", "segment": None}},
         {"kind": "compile", "params": {"plan_id": "p", "tenant": "t"}},
+        *(
+            {"kind": "compile", "params": {"plan_id": "p", "tenant": "t", "segment": segment}}
+            for segment in (span_wire(8, 0), span_wire(-1, 8), span_wire(1, 8, "prefix"))
+        ),
+        {"kind": "drop", "params": {"plan_id": "p", "keys": [["k"]]}},
         {"kind": "drop", "params": {"plan_id": "p", "keys": 7}},
         {"kind": "drop", "params": {"plan_id": "p"}},
     ],

@@ -190,6 +190,15 @@ def test_range_refused_by_vllm_makes_no_pass(steps):
     assert (report.loaded_tokens, steps.num_leases) == (0, 0)
 
 
+def test_document_cut_off_by_vllm_is_no_hit(steps):
+    """A document that vLLM has computed after all is not reported as reused, and has a reason."""
+    steps.store(OTHER)
+    report = steps.serve(blend_request(DOC, OTHER), num_external=BLOCK_SIZE)
+    assert report.loaded_tokens == BLOCK_SIZE - 1
+    assert report.segments[1] is not HIT
+    assert report.fallback_reason is not None
+
+
 # Same-step hazard.
 
 
@@ -285,6 +294,35 @@ def test_leading_segment_in_first_place_is_exact(steps):
     assert (report.prefix_tokens, report.loaded_tokens) == (len(leading), len(leading))
     assert (report.approximate, report.fallback_reason) == (False, None)
     assert steps.serve(blend_request(DOC, leading=leading)).approximate
+
+
+@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "lora_request"])
+def test_request_that_may_not_reuse_claims_no_hit(steps, name):
+    """A prompt that was computed from first to last token does not call its documents reused."""
+    request = blend_request(DOC)
+    setattr(request, name, True)
+    report = steps.serve(request)
+    assert report.computed_tokens == report.prompt_tokens
+    assert report.segments != (HIT,)
+    assert report.fallback_reason is not None
+
+
+def test_question_after_admission_does_not_change_the_report(steps):
+    """What a pass did is told as it was admitted, whatever is asked before it is acknowledged."""
+    request = blend_request(OTHER, DOC)
+    steps.admit(request)
+    metadata = steps.build()
+    steps.store(OTHER)
+    steps.ask(request)
+    steps.acknowledge(steps.worker.run(metadata))
+    assert steps.reports[-1].segments == (MISS, HIT)
+
+
+def test_empty_document_is_no_reason_for_a_fallback(steps):
+    """Empty spans are ignored: a prompt whose documents are all reused has nothing to explain."""
+    report = steps.serve(blend_request([], DOC))
+    assert report.loaded_tokens == len(DOC)
+    assert report.fallback_reason is None
 
 
 @pytest.mark.parametrize("under_blend_salt", [True, False])

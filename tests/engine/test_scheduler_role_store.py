@@ -109,6 +109,20 @@ def test_compile_that_cannot_run_says_so():
     assert (event.kind, event.plan_id, event.reason) == (FAILED, "mine", "not_compilable")
 
 
+@pytest.mark.parametrize("cut", ["vLLM", "prompt"])
+def test_segment_that_the_pass_does_not_cover_is_not_captured(cut):
+    """A capture beyond what the pass computes ends the worker, so it is never ordered."""
+    steps = Steps()
+    request = compile_request(DOC, plan_id="mine")
+    if cut == "prompt":
+        request.prompt_token_ids.pop()
+    steps.admit(request, num_external=BLOCK_SIZE if cut == "vLLM" else None)
+    for order in steps.run_step().passes:
+        assert order.capture is None or order.capture.end <= order.plan.covered_end
+    assert steps.events_of(STORED) == []
+    assert steps.scheduler.store_stats().num_bytes == 0
+
+
 # Leases and room.
 
 
@@ -278,6 +292,27 @@ def test_failed_load_of_a_segment_that_others_use():
 
 
 # Malformed parameters.
+
+
+@pytest.mark.parametrize(
+    ("sound", "changes"),
+    [
+        (blend_request(DOC), {"tenant": 5}),
+        (blend_request(DOC), {"tenant": "\ud800"}),
+        (blend_request(DOC), {"segments": [{"start": 0, "end": float("inf"), "context": "free"}]}),
+        (compile_request(DOC), {"tenant": None}),
+        (compile_request(DOC), {"segment": {"start": 9, "end": 2, "context": "free"}}),
+        (drop_request(key_of(DOC)), {"keys": [["key"]]}),
+    ],
+    ids=["tenant", "surrogate", "infinite", "compile-tenant", "inverted", "unhashable"],
+)
+def test_damaged_parameters_mean_a_plain_request(sound, changes):
+    """Values of the wrong type or range end neither the engine nor the request."""
+    steps = Steps()
+    sound.kv_transfer_params[WIRE_KEY]["params"].update(changes)
+    assert steps.admit(sound) is not None
+    assert steps.run_step().passes == []
+    assert steps.reports == []
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
