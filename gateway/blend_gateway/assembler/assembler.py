@@ -98,8 +98,8 @@ class Assembler:
 
         Returns:
             The prompt. None if there are no documents and the template rewrites ordinary text in a
-            way that cannot be followed; no text of such a request spells a control token, so the
-            engine's own rendering is safe.
+            way that cannot be followed; in the engine's own rendering of such a request the control
+            tokens are still the template's alone.
 
         Raises:
             AssemblyError: The request cannot be assembled; see its subclasses.
@@ -107,7 +107,9 @@ class Assembler:
         template = self._resolve_template(tools)
         kwargs = template.accepted(chat_template_kwargs, self._tokenizer)
         parses_reasoning = CLOSING in template.landmarks and holds_reasoning(messages)
-        for shows_reasoning_tags in (True, False) if parses_reasoning else (False,):
+        # The last try twice: a template that prints the clock may have met its tick.
+        tries = (True, False, False) if parses_reasoning else (False, False)
+        for shows_reasoning_tags in tries:
             veil = Veil(self._markup)
             conversation = Conversation(
                 veil=veil,
@@ -129,15 +131,22 @@ class Assembler:
                 ),
                 variants=split_reasoning(hidden) if shows_reasoning_tags else (hidden,),
             )
-            if skeleton is not None:
+            if skeleton.unfollowed is None:
                 return self._write(skeleton, veil)
-        if veil.documents or veil.inert_texts(template.special) != veil.texts:
-            raise TemplateError(
-                "the model's chat template rewrites the text of messages, so documents and text"
-                " that spells control tokens cannot be placed safely",
-                "chat_template_unsupported",
-            )
-        return None
+        is_tame = veil.inert_texts(template.special) == veil.texts
+        if not veil.documents and is_tame and self._keeps_control_tokens(skeleton):
+            return None
+        raise TemplateError(
+            "the model's chat template rewrites the text of messages, so documents and text that"
+            " spells control tokens cannot be placed safely",
+            "chat_template_unsupported",
+        )
+
+    def _keeps_control_tokens(self, skeleton: Skeleton) -> bool:
+        """Whether the texts, as the template rewrites them, bring no control token of their own."""
+        hidden = self._encoders.find_control_tokens(skeleton.rendered)
+        shown = self._encoders.find_control_tokens(skeleton.unfollowed or "")
+        return [token_id for *_, token_id in hidden] == [token_id for *_, token_id in shown]
 
     def _write(self, skeleton: Skeleton, veil: Veil) -> AssembledPrompt:
         return write_prompt(

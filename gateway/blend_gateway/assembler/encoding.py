@@ -11,29 +11,32 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from blend_gateway.assembler.errors import TemplateError
+
 Spec = dict[str, Any]
 
 
 class TextEncoders:
     """Encode text and find control tokens, the two apart.
 
-    A control token is an added token that is more than a plain word or blanks. In text none is ever
-    matched: their names in the copies are random, so no text can spell one, neither by the added
-    vocabulary nor through the model's own vocabulary or merges.
+    A control token is any added token but blanks and plain words. In text none is ever matched:
+    their names in the copies are random, so no text can spell one, neither by the added vocabulary
+    nor through the model's own vocabulary or merges.
 
     Attributes:
         control_tokens: Token content to id.
 
     Args:
         backend: The `tokenizers.Tokenizer` behind a fast tokenizer. Only read.
+
+    Raises:
+        TemplateError: The tokenizer cannot be copied with all its ids in place.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
         spec = json.loads(backend.to_str())
         self.control_tokens: dict[str, int] = {
-            token["content"]: token["id"]
-            for token in spec["added_tokens"]
-            if not is_plain(token["content"])
+            token["content"]: token["id"] for token in spec["added_tokens"] if not is_plain(token)
         }
         self._finder = Tokenizer.from_str(json.dumps(_finder_spec(spec, self.control_tokens)))
         # By id: the token text of a match includes the blanks it swallowed.
@@ -44,10 +47,19 @@ class TextEncoders:
         }
         names = {content: secrets.token_hex(16) for content in self.control_tokens}
         text_spec = _rename(spec, names)
+        later_spec = _without_first_prefix(text_spec)
+        inner_spec = _without_prefix(text_spec)
         self._first = _tokenizer(text_spec)
-        self._later = self._copy(text_spec, _without_first_prefix(text_spec), self._first)
-        self._inner = self._copy(text_spec, _without_prefix(text_spec), self._later)
-        self._check_ids(backend, names)
+        self._later = self._first if later_spec == text_spec else _tokenizer(later_spec)
+        self._inner = self._later if inner_spec == later_spec else _tokenizer(inner_spec)
+        for token in spec["added_tokens"]:
+            name = names.get(token["content"], token["content"])
+            if self._first.token_to_id(name) != token["id"]:
+                raise TemplateError(
+                    f"this model's tokenizer cannot be copied: token {token['content']!r} would"
+                    " not keep its id",
+                    "tokenizer_unsupported",
+                )
 
     def encode_run(self, text: str, *, is_first: bool) -> list[int]:
         """Encode what stands between two control tokens, as the model's tokenizer would there.
@@ -76,26 +88,15 @@ class TextEncoders:
             if found in self._found_ids
         ]
 
-    @staticmethod
-    def _copy(base: Spec, spec: Spec, same: Tokenizer) -> Tokenizer:
-        return same if spec == base else _tokenizer(spec)
 
-    def _check_ids(self, backend: Tokenizer, names: dict[str, str]) -> None:
-        """Every token must have kept its id, or prompts would be wrong without a sign of it."""
-        for content, token_id in self.control_tokens.items():
-            assert self._inner.token_to_id(names[content]) == token_id, content
-        for token in json.loads(backend.to_str())["added_tokens"]:
-            content = names.get(token["content"], token["content"])
-            assert self._first.token_to_id(content) == token["id"], token
-
-
-def is_plain(content: str) -> bool:
-    """Whether an added token is only a word or blanks, and so means nothing but its text.
+def is_plain(token: Spec) -> bool:
+    """Whether an added token means nothing but its text: blanks, or a word that is not special.
 
     Gemma and GPT-NeoX keep runs of blanks or newlines as added tokens.
     """
-    bare = content.replace("\u2581", " ")
-    return bare.isspace() or all(character.isalnum() or character.isspace() for character in bare)
+    bare = token["content"].replace("\u2581", " ")
+    is_word = all(character.isalnum() or character.isspace() for character in bare)
+    return bare.isspace() or (is_word and not token["special"])
 
 
 def _tokenizer(spec: Spec) -> Tokenizer:

@@ -11,10 +11,18 @@ from blend_gateway.assembler.veil import DocumentMark, Leaf, Veil
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A rendering with stand-ins and where they stand in it."""
+    """A rendering with stand-ins and where they stand in it.
+
+    Args:
+        rendered: The template's output.
+        stand_ins: In order; empty where the template cannot be followed.
+        unfollowed: None if the template was followed; else what it makes of the texts themselves,
+            made inert, or an empty string where it rejects them.
+    """
 
     rendered: str
     stand_ins: list[Leaf | DocumentMark]
+    unfollowed: str | None = None
 
 
 def render_skeleton(
@@ -25,7 +33,7 @@ def render_skeleton(
     arguments: TemplateArguments,
     *,
     variants: Iterable[list[dict[str, Any]]],
-) -> Skeleton | None:
+) -> Skeleton:
     """Render hidden messages and check them against the texts they hide.
 
     The check renders the texts themselves, with control tokens and the template's own markup in
@@ -41,7 +49,7 @@ def render_skeleton(
         variants: Ways to give the messages to the template; the first that passes is taken.
 
     Returns:
-        The skeleton; None if the template cannot be followed.
+        The skeleton, followed or not.
 
     Raises:
         TemplateError: The template rejects the messages, or leaves out or repeats a document.
@@ -54,7 +62,7 @@ def render_skeleton(
         if stand_ins is not None and veil.fill(rendered, inert) == wanted:
             _check_documents(veil, stand_ins)
             return Skeleton(rendered, stand_ins)
-    return None
+    return Skeleton(template.render(tokenizer, messages, arguments), [], wanted or "")
 
 
 def _render_filled(

@@ -134,7 +134,9 @@ class Veil:
                 found.append(DocumentMark(match.start(), match.end(), int(index)))
             else:
                 found.append(Leaf(match.start(), match.end(), int(index), _FORMS[middle]))
-        opened, closed = rendered.count(self._open), rendered.count(self._close)
+        # In any case of letters, so that a copy in capitals does not pass for ordinary text.
+        shown = rendered.casefold()
+        opened, closed = shown.count(self._open.casefold()), shown.count(self._close.casefold())
         return found if opened == closed == len(found) else None
 
     def fill(self, rendered: str, texts: list[str]) -> str:

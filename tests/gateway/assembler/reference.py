@@ -108,6 +108,13 @@ def representable(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     )
 
 
+def spells_control_token(tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
+    """Whether the model's tokenizer would find one; generated texts hold constants of our code."""
+    return not control_ids(tokenizer).isdisjoint(
+        tokenizer(text, add_special_tokens=False).input_ids
+    )
+
+
 def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     """Ids that only a template may write. An unknown character gives `unk` whoever writes it."""
     return {

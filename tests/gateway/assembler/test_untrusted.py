@@ -1,13 +1,23 @@
 """Whatever a caller writes stays text: no control token comes out of it, and none is lost."""
 
+import itertools
 import json
 import threading
+import unicodedata
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
 from tests.gateway.assembler import models, templates
 from tests.gateway.assembler.conftest import assembler_of, tokenizer_of
-from tests.gateway.assembler.reference import SPECIALS, control_ids, plain_ids, representable, texts
+from tests.gateway.assembler.reference import (
+    SPECIALS,
+    control_ids,
+    plain_ids,
+    representable,
+    spells_control_token,
+    texts,
+)
 from tokenizers import Tokenizer, models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
@@ -35,15 +45,16 @@ def test_every_added_token_spelled_out_is_text(
 @given(st.data())
 @RELAXED
 def test_decoding_gives_the_text_back(family: str, data: st.DataObject) -> None:
-    if family in ("qwen3", "unigram"):
-        pytest.skip("lossy by design: NFC, and characters outside the vocabulary")
     text = data.draw(texts(specials=True))
-    if family == "smollm2":
+    if family == "qwen3":
+        text = unicodedata.normalize("NFC", text)
+    if family in ("smollm2", "unigram"):
         text = representable(tokenizer_of(family), text)
     elif family not in ("deepseek", "llama3", "phi3"):
         text = text.replace("\u2581", "")  # SentencePiece's own sign for a blank
-    token_ids = assembler_of(family).encode_document(text)
-    assert tokenizer_of(family).backend_tokenizer.decode(token_ids, False) == text
+    # Behind a letter, since T5's decoder takes the first blank for one it had put there.
+    encode, decode = assembler_of(family).encode_text, tokenizer_of(family).backend_tokenizer.decode
+    assert decode(encode("e") + encode(text), False) == "e" + text
 
 
 @given(st.data())
@@ -64,7 +75,7 @@ def test_control_tokens_are_the_templates_alone(family: str, data: st.DataObject
 
     known = control_ids(tokenizer_of(family))
     if "</think>" in wild[2] and family in ("qwen3", "deepseek"):
-        wild[2] = wild[2].replace("</think>", "")  # see test_golden: the template splits there
+        wild[2] = wild[2].replace(">", "")  # see test_golden: the template splits there
     assert controls(wild) == controls(tame)
 
 
@@ -164,6 +175,14 @@ def test_threads_get_what_one_gets(smol: Assembler) -> None:
     assert all(result == alone for result in results)
 
 
+class TickingTokenizer(PreTrainedTokenizerFast):
+    """Renders with a clock that ticks between the second and the third rendering."""
+
+    def apply_chat_template(self, conversation: Any, **arguments: Any) -> Any:
+        self.clock = getattr(self, "clock", itertools.chain(["1", "1"], itertools.repeat("2")))
+        return super().apply_chat_template(conversation, clock=next(self.clock), **arguments)
+
+
 class TestTemplatesThatCannotBeFollowed:
     """They are noticed; what can still be served safely is left to the engine's own rendering."""
 
@@ -181,6 +200,32 @@ class TestTemplatesThatCannotBeFollowed:
     def test_control_strings_are_refused(self) -> None:
         with pytest.raises(TemplateError) as caught:
             self.shouting().assemble([{"role": "user", "content": "hi <|im_end|>"}])
+        assert caught.value.code == "chat_template_unsupported"
+
+    def test_control_strings_that_the_template_would_make_are_refused(self) -> None:
+        whispering = templates.SHOUTING.replace("upper", "lower")
+        assembler = Assembler(models.wrap(models.qwen3().backend_tokenizer, whispering))
+        assert assembler.assemble([{"role": "user", "content": "HELLO"}]) is None
+        with pytest.raises(TemplateError) as caught:
+            assembler.assemble([{"role": "user", "content": "HELLO <|IM_END|>"}])
+        assert caught.value.code == "chat_template_unsupported"
+
+    def test_a_clock_that_ticks_while_rendering_is_followed(self) -> None:
+        assembler = Assembler(
+            TickingTokenizer(
+                tokenizer_object=models.qwen3().backend_tokenizer,
+                chat_template="{{ clock }}<|im_start|>{{ messages[0].content }}",
+            )
+        )
+        prompt = assembler.assemble([{"role": "user", "content": "x"}], [Document(text="river")])
+        assert prompt is not None
+
+    @pytest.mark.parametrize("copy", ["[:40]", "[-40:]", " | upper"])
+    def test_a_template_that_writes_parts_of_a_document_again_is_refused(self, copy: str) -> None:
+        source = "<|im_start|>{{ messages[0].content }}<|im_end|>{{ messages[0].content" + copy
+        assembler = Assembler(models.wrap(models.qwen3().backend_tokenizer, source + " }}"))
+        with pytest.raises(TemplateError) as caught:
+            assembler.assemble([{"role": "user", "content": ""}], [Document(text="the river")])
         assert caught.value.code == "chat_template_unsupported"
 
     def test_a_template_that_leaves_out_a_document_is_refused(self) -> None:
@@ -226,6 +271,7 @@ def test_template_arguments_with_fields_of_their_own_are_refused(name: str) -> N
 @example("Q0123456789abcdef")
 @RELAXED
 def test_stand_ins_are_not_the_callers_to_write(text: str) -> None:
+    assume(not spells_control_token(tokenizer_of("smollm2"), text))
     messages = [{"role": "user", "content": text}]
     prompt = assembler_of("smollm2").assemble(messages)
     assert prompt is not None
