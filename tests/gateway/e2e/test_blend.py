@@ -4,8 +4,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.gateway.e2e.conftest import MIN_SEGMENT_TOKENS, Server
+from tests.gateway.e2e.conftest import MIN_SEGMENT_TOKENS
 from tests.gateway.e2e.texts import document
+from tests.serving import Server
 
 pytestmark = pytest.mark.vllm
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from tests.gateway.e2e.conftest import Server
 from tests.gateway.e2e.texts import document
+from tests.serving import Server
 
 from blend_gateway.fields import OUR_FIELDS, SERVED_FIELDS, STRIPPED_FIELDS
 
