@@ -18,7 +18,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="session", params=list(VARIANTS))
+@pytest.fixture(scope="package", params=list(VARIANTS))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def driver() -> Iterator[Driver]:
     """The engine, with what tests ask of it."""
     from vllm import LLM
