@@ -9,7 +9,7 @@ layers and tokens read fresh KV. A compile is the same call with nothing cached 
 Architecture: CacheBlend (arXiv:2405.16444) section 4, with an exact positional mask.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from blend_engine.attached import AttachedModel, cache_of
 from blend_engine.attention_batch import BlockTable, build_metadata
 from blend_engine.plan import Hit
 from blend_engine.pool import StoredSegment
+from blend_engine.selection import hit_positions
 from blend_kernels import key_deviation, rotate_keys
 
 _Update = Callable[[Any, Tensor, Tensor, Any, Tensor], None]
@@ -34,16 +35,16 @@ class _PeekDone(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedHits:
-    """Cached KV moved to where it stands in this prompt.
+class LoadedHit:
+    """One hit's cached KV, moved to where it stands in this prompt.
 
     Args:
-        positions_T: Prompt positions, sorted, int64, CPU.
+        hit: Which part of the prompt it fills.
         k_LTHD: Rotated keys.
-        v_LTHD: Values.
+        v_LTHD: Values; a view of the stored slab where the cache is in host memory.
     """
 
-    positions_T: Tensor
+    hit: Hit
     k_LTHD: Tensor
     v_LTHD: Tensor
 
@@ -71,35 +72,31 @@ class ModelPass:
         self._table = BlockTable(attached, block_ids)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def rotate(self, hits: list[tuple[Hit, StoredSegment]]) -> LoadedHits | None:
+    def rotate(self, hits: Sequence[tuple[Hit, StoredSegment]]) -> list[LoadedHit]:
         """Move each hit's keys from where they were compiled to where they stand now."""
         device = self._attached.device
-        parts_k, parts_v, positions = [], [], []
+        loaded = []
         for hit, stored in hits:
             rows = slice(hit.offset, hit.offset + hit.num_tokens)
             delta = hit.start - (stored.start + hit.offset)
             k_LTHD = stored.k_LTHD[:, rows].to(device, non_blocking=True)
-            parts_k.append(self._rotate_layers(k_LTHD, delta))
-            parts_v.append(stored.v_LTHD[:, rows].to(device, non_blocking=True))
-            positions.append(torch.arange(hit.start, hit.end))
-        if not positions:
-            return None
-        return LoadedHits(
-            positions_T=torch.cat(positions),
-            k_LTHD=torch.cat(parts_k, dim=1),
-            v_LTHD=torch.cat(parts_v, dim=1),
-        )
-
-    def write(self, loaded: LoadedHits) -> None:
-        """Write moved KV into the paged cache through each layer's own update."""
-        slots_T = self._table.slots(loaded.positions_T)
-        for index, name in enumerate(self._attached.layer_names):
-            layer = self._attached.layers[name]
-            layer.impl.do_kv_cache_update(
-                layer, loaded.k_LTHD[index], loaded.v_LTHD[index], cache_of(layer), slots_T
+            v_LTHD = stored.v_LTHD[:, rows].to(device, non_blocking=True)
+            loaded.append(
+                LoadedHit(hit=hit, k_LTHD=self._rotate_layers(k_LTHD, delta), v_LTHD=v_LTHD)
             )
+        return loaded
 
-    def peek(self, positions_T: Tensor, loaded: LoadedHits, check_layer: int) -> Tensor:
+    def write(self, loaded: Sequence[LoadedHit]) -> None:
+        """Write moved KV into the paged cache through each layer's own update."""
+        for piece in loaded:
+            slots_T = self._table.slots(torch.arange(piece.hit.start, piece.hit.end))
+            for index, name in enumerate(self._attached.layer_names):
+                layer = self._attached.layers[name]
+                layer.impl.do_kv_cache_update(
+                    layer, piece.k_LTHD[index], piece.v_LTHD[index], cache_of(layer), slots_T
+                )
+
+    def peek(self, positions_T: Tensor, loaded: Sequence[LoadedHit], check_layer: int) -> Tensor:
         """KV deviation of the loaded tokens at the check layer.
 
         Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece
@@ -107,24 +104,27 @@ class ModelPass:
 
         Args:
             positions_T: All positions of the range: fresh and loaded, sorted.
-            loaded: The cached KV to compare with; its positions are a subset.
+            loaded: The cached KV to compare with, at least one; its positions are a subset.
             check_layer: Index of the check layer.
 
         Returns:
             fp32 score per loaded token: squared distance of keys plus that of values.
         """
         name = self._attached.layer_names[check_layer]
-        score_T = torch.zeros(len(loaded.positions_T), device=self._attached.device)
+        loaded_T = hit_positions([piece.hit for piece in loaded])
+        cached_k = torch.cat([piece.k_LTHD[check_layer] for piece in loaded])
+        cached_v = torch.cat([piece.v_LTHD[check_layer] for piece in loaded])
+        score_T = torch.zeros(len(loaded_T), device=self._attached.device)
         for piece_T in positions_T.split(self._max_tokens):
             seen: list[tuple[Tensor, Tensor]] = []
             with self._intercepting(name, seen):
                 self._call(piece_T, skip_compiled=True)
             fresh_k, fresh_v = seen[0]
-            in_piece = torch.isin(loaded.positions_T, piece_T)
-            rows = torch.searchsorted(piece_T, loaded.positions_T[in_piece])
-            score_T[in_piece] = key_deviation(
-                fresh_k[rows], loaded.k_LTHD[check_layer, in_piece]
-            ) + key_deviation(fresh_v[rows], loaded.v_LTHD[check_layer, in_piece])
+            in_piece = torch.isin(loaded_T, piece_T)
+            rows = torch.searchsorted(piece_T, loaded_T[in_piece])
+            score_T[in_piece] = key_deviation(fresh_k[rows], cached_k[in_piece]) + key_deviation(
+                fresh_v[rows], cached_v[in_piece]
+            )
         return score_T
 
     def compute(self, positions_T: Tensor) -> None:

@@ -3,7 +3,7 @@
 Every failure of a load is a miss: the tokens are computed in the same pass and the outcome says so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from blend_engine.attached import AttachedModel, UnsupportedModel, attach
 from blend_engine.messages import BlendAck, BlendMetadata, PassOrder, PassOutcome
-from blend_engine.model_pass import LoadedHits, ModelPass
+from blend_engine.model_pass import LoadedHit, ModelPass
 from blend_engine.plan import Hit
 from blend_engine.pool import SegmentPool, StoredSegment
 from blend_engine.protocol import Policy
@@ -84,8 +84,7 @@ class BlendWorker:
         found, failed = self._find(order.plan.hits)
         hits = [hit for hit, _ in found]
         loaded = run.rotate(found)
-        if loaded is not None:
-            run.write(loaded)
+        run.write(loaded)
         fresh_T = _fresh_positions(order, hits)
         selected_T, peeked = self._select(order, run, hits, loaded, fresh_T)
         positions_T = torch.cat([fresh_T, selected_T]).sort().values
@@ -116,7 +115,7 @@ class BlendWorker:
         order: PassOrder,
         run: ModelPass,
         hits: list[Hit],
-        loaded: LoadedHits | None,
+        loaded: Sequence[LoadedHit],
         fresh_T: Tensor,
     ) -> tuple[Tensor, int]:
         """The hit tokens to recompute, and the layers that the peek has spent on all of them."""
@@ -127,14 +126,12 @@ class BlendWorker:
             return select_sinks(hits, order.recompute_ratio), 0
         if order.recompute_ratio == 1.0:
             return hit_positions(blended), 0
-        assert loaded is not None
         assert self._attached is not None
         check_layer = min(order.check_layer, self._attached.num_layers - 1)
-        blended_T = hit_positions(blended)
-        score_T = run.peek(torch.cat([fresh_T, blended_T]).sort().values, loaded, check_layer)
-        is_blended_T = torch.isin(loaded.positions_T, blended_T)
-        selected_T = select_hkvd(hits, order.recompute_ratio, score_T[is_blended_T])
-        return selected_T, check_layer
+        candidates = [piece for piece in loaded if piece.hit in blended]
+        range_T = torch.cat([fresh_T, hit_positions(blended)]).sort().values
+        score_T = run.peek(range_T, candidates, check_layer)
+        return select_hkvd(hits, order.recompute_ratio, score_T), check_layer
 
     def _outcome(
         self, order: PassOrder, hits: list[Hit], failed: list[Hit], num_selected: int, peeked: int

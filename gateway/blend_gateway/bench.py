@@ -98,9 +98,9 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="blendgate bench", description=__doc__)
     parser.add_argument("--url", help="A running server; by default one is started.")
-    parser.add_argument("--documents", type=int, default=4, help="Documents in a prompt.")
+    parser.add_argument("--documents", type=int, default=3, help="Documents in a prompt.")
     parser.add_argument(
-        "--sentences", type=int, default=21, help="Sentences in a document, 26 tokens each."
+        "--sentences", type=int, default=28, help="Sentences in a document, 26 tokens each."
     )
     parser.add_argument("--rounds", type=int, default=5, help="Timed requests of each arm.")
     parser.add_argument("--json", help="File for every sample.")
