@@ -5,6 +5,7 @@ An `AsyncLLM`, so vLLM's serving classes take it as they take their own, and a
 queues compiles of what missed, and knows what is resident.
 """
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
@@ -76,7 +77,10 @@ class BlendAsyncLLM(AsyncLLM):
         engine_args.worker_extension_cls = WORKER_EXTENSION
         mirror = EngineMirror()
         vllm_config = engine_args.create_engine_config(usage_context)
-        engine = cls.from_vllm_config(
+        # Loading takes minutes; in a thread, so that the caller's event loop answers probes
+        # meanwhile.
+        engine = await asyncio.to_thread(
+            cls.from_vllm_config,
             vllm_config,
             usage_context=usage_context,
             stat_loggers=[lambda _config, _index: MirrorStatLogger(mirror)],
