@@ -159,6 +159,7 @@ class BlendAsyncLLM(AsyncLLM):
         Raises:
             EngineUnavailable: The engine died.
         """
+        await self._queue.let_go(keys)
         params = DropParams(plan_id=uuid.uuid4().hex, keys=tuple(keys))
         await self._run_one_token([0], params.plan_id, params.to_kv_transfer_params(), priority=0)
 

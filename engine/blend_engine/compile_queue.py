@@ -4,7 +4,7 @@ Owns the order of background compiles; the engine sees each as an ordinary reque
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from blend_engine.errors import EngineUnavailable
@@ -43,6 +43,7 @@ class CompileQueue:
         self._max_depth = max_depth
         self._pending: dict[SegmentKey, _Pending] = {}
         self._worker: asyncio.Task[None] | None = None
+        self._running: SegmentKey | None = None
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -73,6 +74,18 @@ class CompileQueue:
         shielded.add_done_callback(_retrieve)
         return shielded
 
+    async def let_go(self, keys: Iterable[SegmentKey]) -> None:
+        """Forget jobs that wait, and let a running one end: nothing of `keys` is stored later."""
+        for key in keys:
+            pending = self._pending.get(key)
+            if pending is None:
+                continue
+            if key == self._running:
+                await asyncio.wait([pending.done])
+                continue
+            del self._pending[key]
+            pending.done.set_result(CompileOutcome(key=key, ready=False, reason="dropped"))
+
     def close(self) -> None:
         """Stop; jobs that wait are cancelled, and later ones refused."""
         self._is_closed = True
@@ -85,6 +98,7 @@ class CompileQueue:
     async def _work(self) -> None:
         while self._pending:
             key, pending = next(iter(self._pending.items()))
+            self._running = key
             try:
                 outcome = await self._run(pending.job)
             except asyncio.CancelledError:
@@ -101,6 +115,7 @@ class CompileQueue:
                     pending.done.set_result(outcome)
             finally:
                 self._pending.pop(key, None)
+                self._running = None
 
 
 def _retrieve(future: asyncio.Future[CompileOutcome]) -> None:

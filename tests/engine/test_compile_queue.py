@@ -283,3 +283,32 @@ def test_job_that_the_engine_cancels_ends_for_its_waiters_and_the_queue_goes_on(
         assert behind.done()
 
     with_queue(body)
+
+
+def test_jobs_let_go_end_or_never_run():
+    """After `let_go` nothing of its keys is compiled: waiting jobs are told, a running one ends."""
+
+    async def body(queue: CompileQueue, engine: Engine) -> None:
+        running, waiting, other = (
+            queue.submit(job("a")),
+            queue.submit(job("b")),
+            queue.submit(job("c")),
+        )
+        assert running is not None
+        assert waiting is not None
+        assert other is not None
+        await settle()
+        letting_go = asyncio.create_task(
+            queue.let_go([SegmentKey("a"), SegmentKey("b"), SegmentKey("unknown")])
+        )
+        await settle()
+        assert not letting_go.done(), "a running job was not waited for"
+        engine.finish("a")
+        await letting_go
+        assert (await running).ready
+        assert (await waiting).reason == "dropped"
+        engine.finish("c")
+        assert (await other).ready
+        assert engine.started == ["a", "c"]
+
+    with_queue(body)
