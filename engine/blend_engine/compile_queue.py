@@ -76,15 +76,16 @@ class CompileQueue:
 
     async def let_go(self, keys: Iterable[SegmentKey]) -> None:
         """Forget jobs that wait, and let a running one end: nothing of `keys` is stored later."""
-        for key in keys:
-            pending = self._pending.get(key)
-            if pending is None:
-                continue
-            if key == self._running:
-                await asyncio.wait([pending.done])
-                continue
-            del self._pending[key]
+        wanted = set(keys)
+        running = None
+        if self._running is not None and self._running in wanted:
+            running = self._pending.get(self._running)
+        # Waiting jobs first: the loop takes up the next one as soon as the running one ends.
+        for key in (wanted & self._pending.keys()) - {self._running}:
+            pending = self._pending.pop(key)
             pending.done.set_result(CompileOutcome(key=key, ready=False, reason="dropped"))
+        if running is not None:
+            await asyncio.wait([running.done])
 
     def close(self) -> None:
         """Stop; jobs that wait are cancelled, and later ones refused."""
