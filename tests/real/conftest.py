@@ -4,20 +4,20 @@ It runs inside the test process, so that tests can look into both connector role
 on; requests that must not meet each other's blocks use salts of their own.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
 from tests.real.driver import Driver
 
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
 from blend_gateway.demo_model import prepare
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,16 +33,19 @@ def driver() -> Iterator[Driver]:
     from vllm import LLM
 
     model = prepare(progress=print)
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=6144,
-        max_num_batched_tokens=1024,
-        max_logprobs=-1,
-        seed=0,
-        **blend_llm_kwargs(BlendConfig(min_segment_tokens=1, store_bytes=1 << 30)),
-    )
-    assert attach(llm) is None
-    yield Driver(llm, model)
-    llm.llm_engine.engine_core.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        llm = LLM(
+            str(model),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=6144,
+            max_num_batched_tokens=1024,
+            max_logprobs=-1,
+            seed=0,
+            **blend_llm_kwargs(BlendConfig(min_segment_tokens=1, store_bytes=1 << 30)),
+        )
+        assert attach(llm) is None
+        yield Driver(llm, model)
+        llm.llm_engine.engine_core.shutdown()
