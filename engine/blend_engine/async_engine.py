@@ -181,12 +181,13 @@ class BlendAsyncLLM(AsyncLLM):
                 yield output
             return
         report: BlendReport | None = None
+        is_first = True
         try:
             async for output in stream:
-                if report is None:
+                if is_first:
+                    is_first = False
                     report = await self.report(params.plan_id)
-                    if report is not None:
-                        self._follow_up(params, report, output.prompt_token_ids or [])
+                    self._follow_up(params, report, output.prompt_token_ids or [])
                 if report is not None:
                     output.num_cached_tokens = report.cached_tokens
                 yield output
@@ -210,14 +211,19 @@ class BlendAsyncLLM(AsyncLLM):
         await self._run_one_token([0], uuid.uuid4().hex, None, priority=0)
 
     def _follow_up(
-        self, params: BlendParams, report: BlendReport, prompt_ids: Sequence[int]
+        self, params: BlendParams, report: BlendReport | None, prompt_ids: Sequence[int]
     ) -> None:
+        if report is None:
+            if params.strict:
+                # Nothing says that the documents' KV was used, so strict mode cannot answer.
+                raise ColdDocument(_documents(params))
+            return
         missed = [
             index
             for index, status in enumerate(report.segments)
             if status in (SegmentStatus.MISS, SegmentStatus.FAILED)
         ]
-        cold = [i for i in missed if params.segments[i].context is not SegmentContext.PREFIX]
+        cold = [index for index in missed if index in _documents(params)]
         if params.strict and cold:
             raise ColdDocument(cold)
         for index in missed:
@@ -287,6 +293,14 @@ def _job(tenant: str, context: SegmentContext, token_ids: Sequence[int]) -> Comp
         context=context,
         token_ids=tuple(token_ids),
     )
+
+
+def _documents(params: BlendParams) -> list[int]:
+    return [
+        index
+        for index, span in enumerate(params.segments)
+        if span.context is not SegmentContext.PREFIX
+    ]
 
 
 def _blend_params(sampling_params: Any) -> BlendParams | None:

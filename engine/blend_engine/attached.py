@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from blend_engine.rotary import UnsupportedRotary, find_rotary, rotation_table
 
@@ -212,7 +212,9 @@ def _spec_of(kv_cache_config: Any, layer_name: str) -> Any:
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[layer_name]
-            if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            # A windowed cache gives null blocks to positions below the window; a pass needs them
+            # all.
+            if not isinstance(spec, FullAttentionSpec):
                 raise UnsupportedModel(f"KV cache kind {type(spec).__name__}")
             return spec
     raise UnsupportedModel(f"layer {layer_name!r} has no KV cache group")

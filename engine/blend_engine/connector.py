@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from blend_engine.attached import bytes_per_token
+from blend_engine.attached import UnsupportedModel, bytes_per_token
 from blend_engine.config import BlendConfig
 from blend_engine.messages import BlendMetadata
 from blend_engine.reporting import BlendStats
@@ -38,10 +38,16 @@ class BlendConnector(KVConnectorBase_V1):
             assert transfer is not None
             dtype = vllm_config.model_config.dtype
             assert isinstance(dtype, torch.dtype)
+            try:
+                token_bytes = bytes_per_token(kv_cache_config, dtype.itemsize)
+            except UnsupportedModel:
+                # The worker role refuses this model with the reason, so nothing is ever stored;
+                # the engine serves it exactly.
+                token_bytes = 1
             self._scheduler = BlendScheduler(
                 BlendConfig.from_extra_config(transfer.kv_connector_extra_config),
                 block_size=vllm_config.cache_config.block_size,
-                bytes_per_token=bytes_per_token(kv_cache_config, dtype.itemsize),
+                bytes_per_token=token_bytes,
             )
         else:
             self._worker = BlendWorker(vllm_config, kv_cache_config)

@@ -48,6 +48,21 @@ class LoadedHit:
     k_LTHD: Tensor
     v_LTHD: Tensor
 
+    def at_layer(self, layer: int) -> "CheckedHit":
+        """A copy of one layer, so that the others' memory can be given back."""
+        return CheckedHit(
+            hit=self.hit, k_THD=self.k_LTHD[layer].clone(), v_THD=self.v_LTHD[layer].clone()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedHit:
+    """What a peek compares with: one hit's moved KV at the check layer."""
+
+    hit: Hit
+    k_THD: Tensor
+    v_THD: Tensor
+
 
 class ModelPass:
     """Runs the model on chosen tokens of one request.
@@ -72,31 +87,29 @@ class ModelPass:
         self._table = BlockTable(attached, block_ids)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def rotate(self, hits: Sequence[tuple[Hit, StoredSegment]]) -> list[LoadedHit]:
-        """Move each hit's keys from where they were compiled to where they stand now."""
+    def rotate(self, hit: Hit, stored: StoredSegment) -> LoadedHit:
+        """Move a hit's keys from where they were compiled to where they stand now.
+
+        Raises:
+            RuntimeError: The device has no memory for them.
+        """
         device = self._attached.device
-        loaded = []
-        for hit, stored in hits:
-            rows = slice(hit.offset, hit.offset + hit.num_tokens)
-            delta = hit.start - (stored.start + hit.offset)
-            k_LTHD = stored.k_LTHD[:, rows].to(device, non_blocking=True)
-            v_LTHD = stored.v_LTHD[:, rows].to(device, non_blocking=True)
-            loaded.append(
-                LoadedHit(hit=hit, k_LTHD=self._rotate_layers(k_LTHD, delta), v_LTHD=v_LTHD)
-            )
-        return loaded
+        rows = slice(hit.offset, hit.offset + hit.num_tokens)
+        k_LTHD = stored.k_LTHD[:, rows].to(device, non_blocking=True)
+        v_LTHD = stored.v_LTHD[:, rows].to(device, non_blocking=True)
+        delta = hit.start - (stored.start + hit.offset)
+        return LoadedHit(hit=hit, k_LTHD=self._rotate_layers(k_LTHD, delta), v_LTHD=v_LTHD)
 
-    def write(self, loaded: Sequence[LoadedHit]) -> None:
+    def write(self, loaded: LoadedHit) -> None:
         """Write moved KV into the paged cache through each layer's own update."""
-        for piece in loaded:
-            slots_T = self._table.slots(torch.arange(piece.hit.start, piece.hit.end))
-            for index, name in enumerate(self._attached.layer_names):
-                layer = self._attached.layers[name]
-                layer.impl.do_kv_cache_update(
-                    layer, piece.k_LTHD[index], piece.v_LTHD[index], cache_of(layer), slots_T
-                )
+        slots_T = self._table.slots(torch.arange(loaded.hit.start, loaded.hit.end))
+        for index, name in enumerate(self._attached.layer_names):
+            layer = self._attached.layers[name]
+            layer.impl.do_kv_cache_update(
+                layer, loaded.k_LTHD[index], loaded.v_LTHD[index], cache_of(layer), slots_T
+            )
 
-    def peek(self, positions_T: Tensor, loaded: Sequence[LoadedHit], check_layer: int) -> Tensor:
+    def peek(self, positions_T: Tensor, loaded: Sequence[CheckedHit], check_layer: int) -> Tensor:
         """KV deviation of the loaded tokens at the check layer.
 
         Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece
@@ -112,8 +125,8 @@ class ModelPass:
         """
         name = self._attached.layer_names[check_layer]
         loaded_T = hit_positions([piece.hit for piece in loaded])
-        cached_k = torch.cat([piece.k_LTHD[check_layer] for piece in loaded])
-        cached_v = torch.cat([piece.v_LTHD[check_layer] for piece in loaded])
+        cached_k = torch.cat([piece.k_THD for piece in loaded])
+        cached_v = torch.cat([piece.v_THD for piece in loaded])
         score_T = torch.zeros(len(loaded_T), device=self._attached.device)
         for piece_T in positions_T.split(self._max_tokens):
             seen: list[tuple[Tensor, Tensor]] = []
@@ -132,22 +145,32 @@ class ModelPass:
         for piece_T in positions_T.split(self._max_tokens):
             self._call(piece_T, skip_compiled=False)
 
-    def compute_and_capture(self, positions_T: Tensor, start: int, end: int) -> StoredSegment:
-        """As `compute`, keeping what the layers write for positions ``[start, end)``.
+    def allocate(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Slabs for a segment's keys and values; pinned where the cache is on a GPU.
 
-        Returns:
-            A slab of its own in host memory; pinned where the cache is on a GPU.
+        Raises:
+            RuntimeError: The host has no memory for them.
         """
         attached = self._attached
+        key_dim, value_dim = attached.head_dims
+        shape = (attached.num_layers, num_tokens, attached.num_kv_heads)
         pinned = attached.device.type == "cuda"
-        slabs = [
-            torch.empty(
-                (attached.num_layers, end - start, attached.num_kv_heads, head_dim),
-                dtype=attached.kv_dtype,
-                pin_memory=pinned,
-            )
-            for head_dim in attached.head_dims
-        ]
+        return (
+            torch.empty((*shape, key_dim), dtype=attached.kv_dtype, pin_memory=pinned),
+            torch.empty((*shape, value_dim), dtype=attached.kv_dtype, pin_memory=pinned),
+        )
+
+    def compute_and_capture(
+        self, positions_T: Tensor, start: int, slabs: tuple[Tensor, Tensor]
+    ) -> StoredSegment:
+        """As `compute`, keeping in `slabs` what the layers write from position `start` on.
+
+        Args:
+            positions_T: Everything to compute; the captured range lies inside.
+            start: First position kept.
+            slabs: From `allocate`; their length decides where the kept range ends.
+        """
+        end = start + slabs[0].shape[1]
         num_kept = 0
         for piece_T in positions_T.split(self._max_tokens):
             kept = (piece_T >= start) & (piece_T < end)
@@ -207,7 +230,9 @@ class ModelPass:
             yield
 
     @contextmanager
-    def _capturing(self, slabs: list[Tensor], kept: Tensor, rows_T: Tensor) -> Iterator[None]:
+    def _capturing(
+        self, slabs: tuple[Tensor, Tensor], kept: Tensor, rows_T: Tensor
+    ) -> Iterator[None]:
         first, last = (int(rows_T[0]), int(rows_T[-1]) + 1) if len(rows_T) else (0, 0)
         picked = torch.nonzero(kept).flatten()
 

@@ -12,10 +12,11 @@ from vllm.logger import init_logger
 
 from blend_engine.attached import AttachedModel, UnsupportedModel, attach
 from blend_engine.messages import BlendAck, BlendMetadata, PassOrder, PassOutcome
-from blend_engine.model_pass import LoadedHit, ModelPass
+from blend_engine.model_pass import CheckedHit, ModelPass
 from blend_engine.plan import Hit
-from blend_engine.pool import SegmentPool, StoredSegment
+from blend_engine.pool import SegmentPool
 from blend_engine.protocol import Policy
+from blend_engine.segments import SegmentContext
 from blend_engine.selection import blended_hits, hit_positions, select_hkvd, select_sinks
 
 logger = init_logger(__name__)
@@ -81,12 +82,9 @@ class BlendWorker:
         run = ModelPass(self._attached, self._vllm_config, order.token_ids, order.block_ids)
         if order.capture is not None:
             return self._compile(order, run)
-        found, failed = self._find(order.plan.hits)
-        hits = [hit for hit, _ in found]
-        loaded = run.rotate(found)
-        run.write(loaded)
+        hits, checked, failed = self._load(order, run)
         fresh_T = _fresh_positions(order, hits)
-        selected_T, peeked = self._select(order, run, hits, loaded, fresh_T)
+        selected_T, peeked = self._select(order, run, hits, checked, fresh_T)
         positions_T = torch.cat([fresh_T, selected_T]).sort().values
         if len(positions_T):
             run.compute(positions_T)
@@ -96,26 +94,54 @@ class BlendWorker:
         capture = order.capture
         assert capture is not None
         positions_T = torch.arange(0, order.plan.covered_end)
-        segment = run.compute_and_capture(positions_T, capture.start, capture.end)
+        try:
+            slabs = run.allocate(capture.end - capture.start)
+        except (MemoryError, RuntimeError) as error:
+            logger.warning("a segment is not stored, there is no memory for it: %s", error)
+            run.compute(positions_T)
+            return PassOutcome(pass_id=order.pass_id, error="out_of_memory")
+        segment = run.compute_and_capture(positions_T, capture.start, slabs)
         self.pool.put(capture.key, segment)
         return PassOutcome(pass_id=order.pass_id, captured=True)
 
-    def _find(self, hits: tuple[Hit, ...]) -> tuple[list[tuple[Hit, StoredSegment]], list[Hit]]:
-        found, failed = [], []
-        for hit in hits:
+    def _load(
+        self, order: PassOrder, run: ModelPass
+    ) -> tuple[list[Hit], list[CheckedHit], list[Hit]]:
+        """Move and write the hits, one at a time; what cannot be loaded is a miss.
+
+        Returns:
+            The hits loaded, what HKVD needs of them, and those that failed.
+        """
+        hits: list[Hit] = []
+        checked: list[CheckedHit] = []
+        failed: list[Hit] = []
+        for hit in order.plan.hits:
             stored = self.pool.get(hit.key)
             if stored is None or stored.num_tokens != hit.segment_tokens:
                 failed.append(hit)
-            else:
-                found.append((hit, stored))
-        return found, failed
+                continue
+            try:
+                piece = run.rotate(hit, stored)
+            except (MemoryError, RuntimeError) as error:
+                logger.warning("stored KV is computed instead of loaded: %s", error)
+                failed.append(hit)
+                continue
+            run.write(piece)
+            hits.append(hit)
+            if order.policy is Policy.HKVD and hit.context is not SegmentContext.PREFIX:
+                checked.append(piece.at_layer(self._check_layer(order)))
+        return hits, checked, failed
+
+    def _check_layer(self, order: PassOrder) -> int:
+        assert self._attached is not None
+        return min(order.check_layer, self._attached.num_layers - 1)
 
     def _select(
         self,
         order: PassOrder,
         run: ModelPass,
         hits: list[Hit],
-        loaded: Sequence[LoadedHit],
+        checked: Sequence[CheckedHit],
         fresh_T: Tensor,
     ) -> tuple[Tensor, int]:
         """The hit tokens to recompute, and the layers that the peek has spent on all of them."""
@@ -126,11 +152,9 @@ class BlendWorker:
             return select_sinks(hits, order.recompute_ratio), 0
         if order.recompute_ratio == 1.0:
             return hit_positions(blended), 0
-        assert self._attached is not None
-        check_layer = min(order.check_layer, self._attached.num_layers - 1)
-        candidates = [piece for piece in loaded if piece.hit in blended]
+        check_layer = self._check_layer(order)
         range_T = torch.cat([fresh_T, hit_positions(blended)]).sort().values
-        score_T = run.peek(range_T, candidates, check_layer)
+        score_T = run.peek(range_T, checked, check_layer)
         return select_hkvd(hits, order.recompute_ratio, score_T), check_layer
 
     def _outcome(

@@ -114,6 +114,9 @@ class Outcome:
 
     def cached_tokens(self, engine_says: int | None) -> int:
         """Prompt tokens whose KV was not computed again."""
+        if self.report is None and self.plan.params is not None:
+            # The engine counts a pass's whole range as cached, computed tokens included.
+            return 0
         return self.report.cached_tokens if self.report else engine_says or 0
 
     def add_to(self, body: dict[str, Any], *, reports: bool) -> None:
@@ -140,7 +143,9 @@ class Outcome:
         """
         report = self.report
         prefix = report.prefix_tokens if report else cached_tokens
-        approximate = report.approximate if report else False
+        # A lost report proves nothing exact: under a blend salt the answer may be approximate.
+        is_blended = self.plan.params is not None and self.plan.params.approximate_salt
+        approximate = report.approximate if report else is_blended
         return {
             "applied": self.applied,
             "exact": not approximate,

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from blend_engine.protocol import BlendReport, FallbackReason, SegmentStatus
+from blend_engine.protocol import BlendParams, BlendReport, FallbackReason, SegmentStatus
 from blend_engine.segments import SegmentContext, segment_key
 from blend_gateway.errors import InvalidRequest
 from blend_gateway.outcome import (
@@ -158,6 +159,15 @@ def test_a_lost_report_claims_nothing() -> None:
     outcome = unreported(plan(0))
     assert not outcome.applied
     assert outcome.fallback_reason is FallbackReason.LOAD_FAILED
+
+
+def test_a_lost_report_of_a_blended_request_is_not_called_exact() -> None:
+    params = BlendParams(plan_id="p", tenant="t", segments=(), approximate_salt=True)
+    blended = replace(plan(0), params=params)
+    body = unreported(blended).to_body(prompt_tokens=40, cached_tokens=0)
+    assert (body["exact"], body["approximate"]) == (False, True)
+    assert body["computed_tokens"] == 40
+    assert unreported(blended).cached_tokens(39) == 0
 
 
 async def finish(*events: str, error: Exception | None = None) -> list[str]:

@@ -4,9 +4,11 @@ of."""
 import uuid
 
 import pytest
+import torch
 from tests.real.driver import Driver, Prompt, max_logprob_difference
 from tests.real.texts import fact_document, question
 
+from blend_engine.model_pass import ModelPass
 from blend_engine.protocol import Policy, SegmentStatus
 from blend_engine.segments import SegmentContext, SegmentSpan
 
@@ -136,3 +138,27 @@ def test_kv_lost_in_the_worker_is_computed_and_said(driver: Driver) -> None:
     again = driver.blend(prompt, Policy.SINKS, 0.1)
     assert again.report is not None
     assert again.report.segments[1] is SegmentStatus.MISS
+
+
+def test_no_memory_is_a_miss_and_the_engine_lives(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compile without room is not stored; a load without room is computed; answers stay right."""
+    ids = driver.encode(fact_document(60, 3))
+    prompt = driver.prompt([ids], question(60))
+
+    def no_memory(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelPass, "allocate", no_memory)
+        driver.compile_ids(SegmentContext.FREE, ids)
+    assert driver.stored(SegmentContext.FREE, ids) is None
+    driver.compile(prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelPass, "rotate", no_memory)
+        answer = driver.blend(prompt, Policy.SINKS, 0.1)
+    assert answer.report is not None
+    assert answer.report.segments[1] is SegmentStatus.FAILED
+    assert max_logprob_difference(driver.full(prompt.ids), answer) < 1e-4
+    assert driver.scheduler.store_stats().num_leases == 0
