@@ -1,9 +1,6 @@
 """A real server in a process of its own: the demo model on vLLM, over loopback."""
 
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from blend_gateway.local_server import ServerDidNotStart, local_server
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 600
@@ -43,39 +42,18 @@ class Server:
 
 @contextmanager
 def serve(flags: tuple[str, ...], log: Path) -> Iterator[Server]:
-    """Start `blendgate serve` on a free port, wait until it is ready, stop it at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """A ready server; where it does not start, its log is the failure."""
     packages = os.pathsep.join(str(ROOT / name) for name in ("gateway", "engine", "kernels"))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": packages,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "blend_gateway.cli", "serve", "--port", str(port), *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": packages, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        )
-    server = Server(f"http://127.0.0.1:{port}", log)
-    try:
-        _await_ready(server, process)
-        yield server
-    finally:
-        process.terminate()
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _await_ready(server: Server, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text(errors="replace")[-8000:]
-        try:
-            if httpx.get(f"{server.url}/readyz", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise AssertionError(server.log.read_text(errors="replace")[-8000:])
+            with local_server(
+                flags, output, environment=environment, start_timeout_s=START_TIMEOUT_S
+            ) as url:
+                yield Server(url, log)
+        except ServerDidNotStart as error:
+            raise AssertionError(log.read_text(errors="replace")[-8000:]) from error

@@ -72,7 +72,7 @@ class PassOutcome:
         recomputed_tokens: Blended hit tokens recomputed.
         loaded_exact_tokens: `prefix` hit tokens loaded.
         charged_ratio: Fresh token-layers spent on hit tokens over layers x hit tokens.
-        failed_segments: Indices of segments whose KV was gone or damaged and was computed instead.
+        failed_segments: Indices of segments whose KV was gone, or had no room, and was computed.
         failed_keys: Their keys.
         captured: Whether the capture, if one was ordered, is stored.
         error: Why a capture failed.

@@ -36,7 +36,11 @@ _BALLAST = (
 
 
 def document_header(number: int, title: str | None = None) -> str:
-    """The fresh text before a document: its place in the prompt and its title."""
+    """What announces a document: its 1-based place in the prompt and its title on one line.
+
+    The assembler writes it before every document, and a compile before the one it compiles.
+    """
+    title = " ".join((title or "").split())
     return f"Document [{number}]: {title}" if title else f"Document [{number}]"
 
 
@@ -57,7 +61,7 @@ def ballast_ids(tokenizer: Any) -> list[int]:
     return [*ids, *_encode(tokenizer, document_header(len(_BALLAST) + 1)), *separator]
 
 
-def bos_ids(tokenizer: Any) -> list[int]:
+def _bos_ids(tokenizer: Any) -> list[int]:
     """The one BOS that the tokenizer puts before a text, or nothing."""
     bos = tokenizer.bos_token_id
     with_special = tokenizer("a")["input_ids"]
@@ -67,7 +71,7 @@ def bos_ids(tokenizer: Any) -> list[int]:
 def _opening_ids(tokenizer: Any) -> list[int]:
     """What the chat template writes before the first words of a user; BOS without a template."""
     if not tokenizer.chat_template:
-        return bos_ids(tokenizer)
+        return _bos_ids(tokenizer)
     user = {"role": "user", "content": _MARK}
     for messages in ([{"role": "system", "content": _SYSTEM}, user], [user]):
         try:
@@ -77,7 +81,7 @@ def _opening_ids(tokenizer: Any) -> list[int]:
         opening, mark, _ = text.partition(_MARK)
         if mark:
             return _encode(tokenizer, opening)
-    return bos_ids(tokenizer)
+    return _bos_ids(tokenizer)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

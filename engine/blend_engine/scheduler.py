@@ -26,7 +26,7 @@ from blend_engine.protocol import (
     StoreStats,
 )
 from blend_engine.reporting import BlendStats, Outbox, make_report
-from blend_engine.segments import SegmentKey
+from blend_engine.segments import SegmentKey, SegmentSpan
 from blend_engine.tracking import (
     BlockFollower,
     RequestTracker,
@@ -51,14 +51,10 @@ class _Admitted:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A pass that the workers have not acknowledged yet."""
+    """A pass that the workers have not acknowledged yet, and the local hit that it relies on."""
 
-    tracked: TrackedRequest
-    plan: Plan
+    admitted: _Admitted
     local_tokens: int
-    statuses: tuple[SegmentStatus, ...]
-    leased: tuple[SegmentKey, ...]
-    capture: Capture | None
 
 
 @dataclass(slots=True)
@@ -195,33 +191,37 @@ class BlendScheduler:
             end = max(num_computed, len(tracked.prompt) - 1)
             return Plan(num_computed=num_computed, covered_end=end, hits=())
         assert isinstance(params, BlendParams)
+        keys = self._resident_keys(tracked)
         tracked.statuses = tuple(
-            self._status(tracked, index, num_computed) for index in range(len(params.segments))
+            self._status(span, key is not None, num_computed)
+            for span, key in zip(tracked.spans, keys, strict=True)
         )
         if not servable:
             return nothing
-        return self._replan(tracked, nothing, None)
+        return make_plan(
+            tracked.spans, keys, num_computed=num_computed, prompt_len=len(tracked.prompt)
+        )
 
-    def _replan(self, tracked: TrackedRequest, plan: Plan, covered_end: int | None) -> Plan:
+    def _replan(self, tracked: TrackedRequest, plan: Plan, covered_end: int) -> Plan:
+        """The same plan with the end that the scheduler has fixed."""
         if isinstance(tracked.params, CompileParams):
-            assert covered_end is not None
             return Plan(num_computed=plan.num_computed, covered_end=covered_end, hits=())
-        keys = [
-            key if self._is_resident(tracked, index) else None
-            for index, key in enumerate(tracked.keys)
-        ]
         return make_plan(
             tracked.spans,
-            keys,
+            self._resident_keys(tracked),
             num_computed=plan.num_computed,
             prompt_len=len(tracked.prompt),
             covered_end=covered_end,
         )
 
-    def _status(self, tracked: TrackedRequest, index: int, num_computed: int) -> SegmentStatus:
-        span = tracked.spans[index]
-        is_there = span.num_tokens == 0 or span.end <= num_computed
-        if is_there or self._is_resident(tracked, index):
+    def _resident_keys(self, tracked: TrackedRequest) -> list[SegmentKey | None]:
+        return [
+            key if self._is_resident(tracked, index) else None
+            for index, key in enumerate(tracked.keys)
+        ]
+
+    def _status(self, span: SegmentSpan, is_resident: bool, num_computed: int) -> SegmentStatus:
+        if is_resident or span.num_tokens == 0 or span.end <= num_computed:
             return SegmentStatus.HIT
         if span.num_tokens < self._config.min_segment_tokens:
             return SegmentStatus.TOO_SHORT
@@ -305,7 +305,7 @@ class BlendScheduler:
         return Capture(key=key, start=span.start, end=span.end)
 
     def _in_use(self, keys: Sequence[SegmentKey]) -> bool:
-        leased = {key for flight in self._in_flight.values() for key in flight.leased}
+        leased = {key for flight in self._in_flight.values() for key in flight.admitted.leased}
         leased.update(key for item in self._admitted for key in item.leased)
         return any(key in leased or self._index.is_reserved(key) for key in keys)
 
@@ -335,12 +335,8 @@ class BlendScheduler:
             )
         pass_id = next(self._counters.pass_ids)
         self._in_flight[pass_id] = _InFlight(
-            tracked=item.tracked,
-            plan=plan,
+            admitted=item,
             local_tokens=plan.num_computed - sum(end - start for start, end in fresh),
-            statuses=item.statuses,
-            leased=item.leased,
-            capture=item.capture,
         )
         selection: dict[str, Any] = {}
         if isinstance(params, BlendParams):
@@ -360,7 +356,8 @@ class BlendScheduler:
         )
 
     def _settle(self, flight: _InFlight, outcome: PassOutcome) -> None:
-        for key in flight.leased:
+        item = flight.admitted
+        for key in item.leased:
             self._index.release(key)
         for key in outcome.failed_keys:
             self._counters.load_failures += 1
@@ -368,9 +365,9 @@ class BlendScheduler:
         self._counters.loaded_tokens += (
             outcome.reused_tokens + outcome.recomputed_tokens + outcome.loaded_exact_tokens
         )
-        tracked = flight.tracked
-        if flight.capture is not None:
-            self._settle_capture(tracked, flight.capture, outcome)
+        tracked = item.tracked
+        if item.capture is not None:
+            self._settle_capture(tracked, item.capture, outcome)
         elif isinstance(tracked.params, BlendParams) and not tracked.reported:
             tracked.reported = True
             self._outbox.reports.append(
@@ -378,7 +375,7 @@ class BlendScheduler:
                     tracked.params,
                     prompt_tokens=len(tracked.prompt),
                     local_tokens=flight.local_tokens,
-                    statuses=flight.statuses,
+                    statuses=item.statuses,
                     outcome=outcome,
                 )
             )

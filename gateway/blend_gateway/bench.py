@@ -7,9 +7,7 @@ unless every request did what its arm says: all documents hit, at the arm's rati
 
 import argparse
 import json
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +20,8 @@ from typing import Any
 import httpx
 
 from blend_gateway.bench_texts import document_text, question_text
+from blend_gateway.local_server import ServerDidNotStart, local_server
 
-_START_TIMEOUT_S = 900.0
 _REQUEST_TIMEOUT_S = 900.0
 _SYSTEM = "Answer the question from the documents, in one sentence."
 
@@ -86,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             with _server(options.serve) as url:
                 samples = _measure(url, options)
-    except (ArmFailed, httpx.HTTPError) as error:
+    except (ArmFailed, ServerDidNotStart, httpx.HTTPError) as error:
         sys.stderr.write(f"blendgate bench: {error}\n")
         return 1
     sys.stdout.write(_table(samples))
@@ -117,37 +115,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 @contextmanager
 def _server(flags: Sequence[str]) -> Iterator[str]:
     """A server of its own, without vLLM's prefix cache, so that full prefill is full."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "blend_gateway.cli", "serve", "--port", str(port)]
     sys.stderr.write("starting a server ...\n")
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*command, "--no-enable-prefix-caching", *flags], stdout=log, stderr=log
-        )
         try:
-            _await_ready(f"http://127.0.0.1:{port}", process)
-            yield f"http://127.0.0.1:{port}"
-        except ArmFailed:
+            with local_server(["--no-enable-prefix-caching", *flags], log) as url:
+                yield url
+        except (ArmFailed, ServerDidNotStart):
             log.seek(0)
             sys.stderr.write(log.read()[-4000:].decode(errors="replace"))
             raise
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _await_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/readyz", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise ArmFailed("the server did not become ready")
 
 
 def _measure(url: str, options: argparse.Namespace) -> dict[str, list[Sample]]:

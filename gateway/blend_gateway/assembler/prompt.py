@@ -7,7 +7,7 @@ The layout is part of `blend_engine.segments.WRAPPER_VERSION`: a document is
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blend_engine.preamble import SEPARATOR_TEXT
+from blend_engine.preamble import SEPARATOR_TEXT, document_header
 from blend_engine.segments import SegmentContext, SegmentSpan
 from blend_gateway.assembler.documents import Document
 from blend_gateway.assembler.encoding import TextEncoders
@@ -73,12 +73,6 @@ class AssembledPrompt:
     def segment_ids(self, segment: PlacedSegment) -> list[int]:
         """A segment's own token ids."""
         return self.token_ids[segment.start : segment.end]
-
-
-def document_header(number: int, title: str | None) -> str:
-    """What announces a document: its 1-based place in the prompt and its title on one line."""
-    title = " ".join((title or "").split())
-    return f"Document [{number}]: {title}" if title else f"Document [{number}]"
 
 
 class PromptWriter:
