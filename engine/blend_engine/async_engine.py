@@ -218,15 +218,17 @@ class BlendAsyncLLM(AsyncLLM):
                 # Nothing says that the documents' KV was used, so strict mode cannot answer.
                 raise ColdDocument(_documents(params))
             return
-        missed = [
+        lost = (SegmentStatus.MISS, SegmentStatus.FAILED)
+        cold = [
             index
             for index, status in enumerate(report.segments)
-            if status in (SegmentStatus.MISS, SegmentStatus.FAILED)
+            if status in (*lost, SegmentStatus.TOO_LARGE) and index in _documents(params)
         ]
-        cold = [index for index in missed if index in _documents(params)]
         if params.strict and cold:
             raise ColdDocument(cold)
-        for index in missed:
+        for index, status in enumerate(report.segments):
+            if status not in lost:
+                continue
             span = params.segments[index]
             self.compile_in_background(
                 tenant=params.tenant,

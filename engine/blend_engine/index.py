@@ -128,6 +128,10 @@ class SegmentIndex:
         self._num_bytes += num_bytes
         return True
 
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a segment of this length can be held at all."""
+        return num_tokens * self._bytes_per_token <= self._budget_bytes
+
     def complete(self, key: SegmentKey) -> None:
         """The workers hold the reserved segment; lookups find it from here on."""
         entry = self._entries[key]

@@ -38,6 +38,7 @@ class SegmentStatus(StrEnum):
     HIT = "hit"
     MISS = "miss"
     TOO_SHORT = "too_short"
+    TOO_LARGE = "too_large"
     FAILED = "failed"
 
 

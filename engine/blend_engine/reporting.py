@@ -138,6 +138,7 @@ def _fallback_reason(
     for status, reason in (
         (SegmentStatus.FAILED, FallbackReason.LOAD_FAILED),
         (SegmentStatus.MISS, FallbackReason.MISS),
+        (SegmentStatus.TOO_LARGE, FallbackReason.STORE_FULL),
         (SegmentStatus.TOO_SHORT, FallbackReason.TOO_SHORT),
     ):
         if status in found:

@@ -225,7 +225,7 @@ class BlendScheduler:
             return SegmentStatus.HIT
         if span.num_tokens < self._config.min_segment_tokens:
             return SegmentStatus.TOO_SHORT
-        return SegmentStatus.MISS
+        return SegmentStatus.MISS if self._index.fits(span.num_tokens) else SegmentStatus.TOO_LARGE
 
     def _is_resident(self, tracked: TrackedRequest, index: int) -> bool:
         span = tracked.spans[index]
@@ -300,7 +300,8 @@ class BlendScheduler:
             # The same segment is being compiled in this very step; that one's event serves both.
             return None
         if not self._index.reserve(key, tracked.token_ids(0).copy()):
-            self._compile_event(tracked, StoreEventKind.FAILED, "store_full")
+            reason = "store_full" if self._index.fits(span.num_tokens) else "too_large"
+            self._compile_event(tracked, StoreEventKind.FAILED, reason)
             return None
         return Capture(key=key, start=span.start, end=span.end)
 

@@ -228,9 +228,11 @@ class DocumentRegistry:
         entry = self.get(tenant, entry_id)
         entries = self._tenants[tenant.name]
         del entries[entry_id]
-        await _end_job(entry)
-        if all(other.key != entry.key for other in entries.values()):
-            await self._engine.drop([entry.key])
+        if any(other.key == entry.key for other in entries.values()):
+            return
+        # The engine ends the compile behind the job, without waiting for those of others.
+        await _cancel_job(entry)
+        await self._engine.drop([entry.key])
 
     async def wait(self, entries: Iterable[Entry], seconds: float) -> None:
         """Wait until the entries' compiles have ended, at most so long."""
@@ -324,10 +326,8 @@ def document_id(tenant: Tenant, draft: Draft) -> str:
     return f"doc_{digest.hexdigest()}"
 
 
-async def _end_job(entry: Entry) -> None:
-    """Let a running compile end, so that no KV appears after the drop; cancel a waiting one."""
+async def _cancel_job(entry: Entry) -> None:
     if entry.job is None or entry.job.done():
         return
-    if not entry.is_started:
-        entry.job.cancel()
+    entry.job.cancel()
     await asyncio.wait([entry.job])

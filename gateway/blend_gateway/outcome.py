@@ -31,6 +31,7 @@ _STATUS_OF_SEGMENT: Mapping[SegmentStatus, DocumentStatus] = MappingProxyType(
         SegmentStatus.HIT: DocumentStatus.HIT,
         SegmentStatus.MISS: DocumentStatus.MISS,
         SegmentStatus.TOO_SHORT: DocumentStatus.OFF,
+        SegmentStatus.TOO_LARGE: DocumentStatus.OFF,
         SegmentStatus.FAILED: DocumentStatus.FAILED,
     }
 )

@@ -143,6 +143,14 @@ def test_short_segment_is_not_looked_up(steps):
     assert report.fallback_reason is FallbackReason.TOO_SHORT
 
 
+def test_segment_larger_than_the_store_is_named_so(steps):
+    """It can never be kept, so nobody is told to compile it again."""
+    ids = range(steps.scheduler.store_stats().budget_bytes + 1)
+    report = steps.serve(blend_request(ids))
+    assert report.segments == (SegmentStatus.TOO_LARGE,)
+    assert report.fallback_reason is FallbackReason.STORE_FULL
+
+
 # What it orders.
 
 

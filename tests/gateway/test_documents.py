@@ -202,17 +202,29 @@ async def test_kv_that_another_document_shares_stays(
     assert engine.dropped == [first.key]
 
 
-async def test_deleting_waits_for_a_running_compile(
+async def test_deleting_leaves_the_end_of_a_compile_to_the_engine(
     registry: DocumentRegistry, engine: FakeEngine
 ) -> None:
+    """A compile that waits behind others in the engine's queue must not hold the answer up."""
     entry = await registry.register(ALICE, DRAFT)
     await until(lambda: entry.is_started)
-    deletion = asyncio.create_task(registry.delete(ALICE, entry.id))
-    await asyncio.sleep(0.01)
-    assert not deletion.done()
+    await registry.delete(ALICE, entry.id)
+    assert entry.job is not None
+    assert entry.job.cancelled()
+    assert engine.dropped == [entry.key]
     engine.gate.set()
-    await deletion
     assert engine.resident == set()
+
+
+async def test_deleting_leaves_a_compile_that_another_document_needs(
+    registry: DocumentRegistry, engine: FakeEngine
+) -> None:
+    first = await registry.register(ALICE, DRAFT)
+    second = await registry.register(ALICE, Draft(text=TEXT, title="Other title"))
+    await registry.delete(ALICE, first.id)
+    engine.gate.set()
+    await registry.wait([second], 5)
+    assert registry.status(second) is RegisteredStatus.READY
 
 
 async def test_deleting_a_queued_document_cancels_its_compile(
