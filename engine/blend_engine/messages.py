@@ -72,8 +72,8 @@ class PassOutcome:
         recomputed_tokens: Blended hit tokens recomputed.
         loaded_exact_tokens: `prefix` hit tokens loaded.
         charged_ratio: Fresh token-layers spent on hit tokens over layers x hit tokens.
-        failed_segments: Indices of segments whose KV was gone, or had no room, and was computed.
-        failed_keys: Their keys.
+        failed_segments: Indices of hits that were computed after all.
+        failed_keys: Segments that are gone or damaged; the others can be loaded another time.
         captured: Whether the capture, if one was ordered, is stored.
         error: Why a capture failed.
     """

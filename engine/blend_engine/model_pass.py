@@ -140,9 +140,14 @@ class ModelPass:
             )
         return score_T
 
-    def compute(self, positions_T: Tensor) -> None:
-        """Run the whole model on `positions_T`, in position-ordered pieces."""
-        for piece_T in positions_T.split(self._max_tokens):
+    def compute(self, positions_T: Tensor, *, max_tokens: int | None = None) -> None:
+        """Run the whole model on `positions_T`, in position-ordered pieces.
+
+        Args:
+            positions_T: int64, strictly increasing.
+            max_tokens: Length of a piece at most; what vLLM allows a step by default.
+        """
+        for piece_T in positions_T.split(max_tokens or self._max_tokens):
             self._call(piece_T, skip_compiled=False)
 
     def allocate(self, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -179,7 +184,7 @@ class ModelPass:
             with self._capturing(slabs, kept, rows_T):
                 self._call(piece_T, skip_compiled=False)
         assert num_kept == end - start, "a compile must pass every token of its segment"
-        return StoredSegment(k_LTHD=slabs[0], v_LTHD=slabs[1], start=start)
+        return StoredSegment.seal(*slabs, start)
 
     def _rotate_layers(self, k_LTHD: Tensor, delta: int) -> Tensor:
         attached = self._attached

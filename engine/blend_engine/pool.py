@@ -5,7 +5,9 @@ it has no budget of its own. Shapes: L layers, T tokens, H KV heads of this rank
 """
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from blend_engine.segments import SegmentKey
@@ -20,16 +22,32 @@ class StoredSegment:
         v_LTHD: Values; contiguous.
         start: Position at which the first token was compiled. Kept with the KV, since
             without it the keys cannot be moved.
+        checksum: Of keys and values, as they were when the compile ended.
     """
 
     k_LTHD: Tensor
     v_LTHD: Tensor
     start: int
+    checksum: tuple[int, int]
+
+    @classmethod
+    def seal(cls, k_LTHD: Tensor, v_LTHD: Tensor, start: int) -> Self:
+        """A segment whose slabs are full; changes from here on are damage."""
+        return cls(k_LTHD=k_LTHD, v_LTHD=v_LTHD, start=start, checksum=_checksum(k_LTHD, v_LTHD))
 
     @property
     def num_tokens(self) -> int:
         """Tokens held."""
         return self.k_LTHD.shape[1]
+
+    def is_intact(self, num_tokens: int) -> bool:
+        """Whether it is as it was sealed, and as long as the index says."""
+        shapes = (self.k_LTHD.shape[:3], self.v_LTHD.shape[:3])
+        return (
+            shapes[0] == shapes[1]
+            and self.num_tokens == num_tokens
+            and _checksum(self.k_LTHD, self.v_LTHD) == self.checksum
+        )
 
 
 class SegmentPool:
@@ -53,3 +71,14 @@ class SegmentPool:
     def free(self, key: SegmentKey) -> None:
         """Forget a segment; unknown keys are fine, since a failed compile never arrived."""
         self._segments.pop(key, None)
+
+
+def _checksum(k_LTHD: Tensor, v_LTHD: Tensor) -> tuple[int, int]:
+    """Sums of keys and of values as 64-bit words: at memory speed, without temporaries."""
+    return _word_sum(k_LTHD), _word_sum(v_LTHD)
+
+
+def _word_sum(slab: Tensor) -> int:
+    flat = slab.reshape(-1).view(torch.uint8)
+    whole = len(flat) - len(flat) % 8
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())

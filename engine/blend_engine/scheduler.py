@@ -360,8 +360,8 @@ class BlendScheduler:
         item = flight.admitted
         for key in item.leased:
             self._index.release(key)
+        self._counters.load_failures += len(outcome.failed_segments)
         for key in outcome.failed_keys:
-            self._counters.load_failures += 1
             self._index.discard(key)
         self._counters.loaded_tokens += (
             outcome.reused_tokens + outcome.recomputed_tokens + outcome.loaded_exact_tokens

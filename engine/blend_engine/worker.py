@@ -1,9 +1,11 @@
 """The worker role: runs the passes that the scheduler role ordered and keeps this rank's KV.
 
-Every failure of a load is a miss: the tokens are computed in the same pass and the outcome says so.
+Every failure is a miss: what cannot be loaded is computed in the same pass, a pass that raises is
+run again without stored KV, and the outcome says so. Only a second failure in a row reaches vLLM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +18,32 @@ from blend_engine.model_pass import CheckedHit, ModelPass
 from blend_engine.plan import Hit
 from blend_engine.pool import SegmentPool
 from blend_engine.protocol import Policy
-from blend_engine.segments import SegmentContext
+from blend_engine.segments import SegmentContext, SegmentKey
 from blend_engine.selection import blended_hits, hit_positions, select_hkvd, select_sinks
 
 logger = init_logger(__name__)
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
+
+_CAREFUL_PIECE = 256
+"""Tokens of a piece when a pass is repeated: it may have failed for want of memory."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What a pass found of its hits.
+
+    Args:
+        hits: Those written into the cache.
+        checked: What a peek compares with.
+        failed: Those to compute instead.
+        lost_keys: Segments that no pass can load any more.
+    """
+
+    hits: list[Hit] = field(default_factory=list)
+    checked: list[CheckedHit] = field(default_factory=list)
+    failed: list[Hit] = field(default_factory=list)
+    lost_keys: tuple[SegmentKey, ...] = ()
 
 
 class BlendWorker:
@@ -82,55 +104,66 @@ class BlendWorker:
         run = ModelPass(self._attached, self._vllm_config, order.token_ids, order.block_ids)
         if order.capture is not None:
             return self._compile(order, run)
-        hits, checked, failed = self._load(order, run)
-        fresh_T = _fresh_positions(order, hits)
-        selected_T, peeked = self._select(order, run, hits, checked, fresh_T)
-        positions_T = torch.cat([fresh_T, selected_T]).sort().values
-        if len(positions_T):
-            run.compute(positions_T)
-        return self._outcome(order, hits, failed, len(selected_T), peeked)
+        loaded = self._load(order, run)
+        fresh_T = _fresh_positions(order, loaded.hits)
+        try:
+            selected_T, peeked = self._select(order, run, loaded, fresh_T)
+            positions_T = torch.cat([fresh_T, selected_T]).sort().values
+            if len(positions_T):
+                run.compute(positions_T)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the request is served
+            return self._compute_afresh(order, run, loaded, error)
+        return self._outcome(order, loaded, len(selected_T), peeked)
+
+    def _compute_afresh(
+        self, order: PassOrder, run: ModelPass, loaded: _Loaded, error: Exception
+    ) -> PassOutcome:
+        """Repeat a pass that raised, with every hit a miss; the stored KV is not at fault."""
+        logger.warning("a pass is repeated without stored KV: %s", error, exc_info=error)
+        run.compute(_fresh_positions(order, []), max_tokens=_CAREFUL_PIECE)
+        return PassOutcome(
+            pass_id=order.pass_id,
+            failed_segments=tuple(hit.segment_index for hit in order.plan.hits),
+            failed_keys=loaded.lost_keys,
+        )
 
     def _compile(self, order: PassOrder, run: ModelPass) -> PassOutcome:
         capture = order.capture
         assert capture is not None
         positions_T = torch.arange(0, order.plan.covered_end)
+        error = "out_of_memory"
         try:
             slabs = run.allocate(capture.end - capture.start)
-        except (MemoryError, RuntimeError) as error:
-            logger.warning("a segment is not stored, there is no memory for it: %s", error)
-            run.compute(positions_T)
-            return PassOutcome(pass_id=order.pass_id, error="out_of_memory")
-        segment = run.compute_and_capture(positions_T, capture.start, slabs)
+            error = "compile_failed"
+            segment = run.compute_and_capture(positions_T, capture.start, slabs)
+        except Exception as cause:
+            logger.warning("a segment is not stored: %s", cause, exc_info=cause)
+            run.compute(positions_T, max_tokens=_CAREFUL_PIECE)
+            return PassOutcome(pass_id=order.pass_id, error=error)
         self.pool.put(capture.key, segment)
         return PassOutcome(pass_id=order.pass_id, captured=True)
 
-    def _load(
-        self, order: PassOrder, run: ModelPass
-    ) -> tuple[list[Hit], list[CheckedHit], list[Hit]]:
-        """Move and write the hits, one at a time; what cannot be loaded is a miss.
-
-        Returns:
-            The hits loaded, what HKVD needs of them, and those that failed.
-        """
-        hits: list[Hit] = []
-        checked: list[CheckedHit] = []
-        failed: list[Hit] = []
+    def _load(self, order: PassOrder, run: ModelPass) -> _Loaded:
+        """Move and write the hits, one at a time; what cannot be loaded is a miss."""
+        loaded = _Loaded()
         for hit in order.plan.hits:
             stored = self.pool.get(hit.key)
-            if stored is None or stored.num_tokens != hit.segment_tokens:
-                failed.append(hit)
+            if stored is None or not stored.is_intact(hit.segment_tokens):
+                logger.warning("stored KV of %d tokens is gone or damaged", hit.segment_tokens)
+                loaded.failed.append(hit)
+                loaded.lost_keys += (hit.key,)
                 continue
             try:
                 piece = run.rotate(hit, stored)
-            except (MemoryError, RuntimeError) as error:
-                logger.warning("stored KV is computed instead of loaded: %s", error)
-                failed.append(hit)
+                run.write(piece)
+            except Exception as error:
+                logger.warning("stored KV is not loaded: %s", error, exc_info=error)
+                loaded.failed.append(hit)
                 continue
-            run.write(piece)
-            hits.append(hit)
+            loaded.hits.append(hit)
             if order.policy is Policy.HKVD and hit.context is not SegmentContext.PREFIX:
-                checked.append(piece.at_layer(self._check_layer(order)))
-        return hits, checked, failed
+                loaded.checked.append(piece.at_layer(self._check_layer(order)))
+        return loaded
 
     def _check_layer(self, order: PassOrder) -> int:
         assert self._attached is not None
@@ -140,11 +173,11 @@ class BlendWorker:
         self,
         order: PassOrder,
         run: ModelPass,
-        hits: list[Hit],
-        checked: Sequence[CheckedHit],
+        loaded: _Loaded,
         fresh_T: Tensor,
     ) -> tuple[Tensor, int]:
         """The hit tokens to recompute, and the layers that the peek has spent on all of them."""
+        hits = loaded.hits
         blended = blended_hits(hits)
         if not blended or order.policy is Policy.NONE or order.recompute_ratio == 0.0:
             return _NOTHING, 0
@@ -154,13 +187,14 @@ class BlendWorker:
             return hit_positions(blended), 0
         check_layer = self._check_layer(order)
         range_T = torch.cat([fresh_T, hit_positions(blended)]).sort().values
-        score_T = run.peek(range_T, checked, check_layer)
+        score_T = run.peek(range_T, loaded.checked, check_layer)
         return select_hkvd(hits, order.recompute_ratio, score_T), check_layer
 
     def _outcome(
-        self, order: PassOrder, hits: list[Hit], failed: list[Hit], num_selected: int, peeked: int
+        self, order: PassOrder, loaded: _Loaded, num_selected: int, peeked: int
     ) -> PassOutcome:
         assert self._attached is not None
+        hits = loaded.hits
         num_blended = sum(hit.num_tokens for hit in blended_hits(hits))
         num_layers = self._attached.num_layers
         charged = 0.0
@@ -174,8 +208,8 @@ class BlendWorker:
             recomputed_tokens=num_selected,
             loaded_exact_tokens=sum(hit.num_tokens for hit in hits) - num_blended,
             charged_ratio=charged,
-            failed_segments=tuple(hit.segment_index for hit in failed),
-            failed_keys=tuple(hit.key for hit in failed),
+            failed_segments=tuple(hit.segment_index for hit in loaded.failed),
+            failed_keys=loaded.lost_keys,
         )
 
 
