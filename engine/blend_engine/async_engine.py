@@ -6,8 +6,10 @@ queues compiles of what missed, and knows what is resident.
 """
 
 import asyncio
+import multiprocessing
+import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -77,15 +79,14 @@ class BlendAsyncLLM(AsyncLLM):
         engine_args.worker_extension_cls = WORKER_EXTENSION
         mirror = EngineMirror()
         vllm_config = engine_args.create_engine_config(usage_context)
-        # Loading takes minutes; in a thread, so that the caller's event loop answers probes
-        # meanwhile.
-        engine = await asyncio.to_thread(
-            cls.from_vllm_config,
-            vllm_config,
-            usage_context=usage_context,
-            stat_loggers=[lambda _config, _index: MirrorStatLogger(mirror)],
-            enable_log_requests=engine_args.enable_log_requests,
-            disable_log_stats=engine_args.disable_log_stats,
+        engine = await _load_in_thread(
+            lambda: cls.from_vllm_config(
+                vllm_config,
+                usage_context=usage_context,
+                stat_loggers=[lambda _config, _index: MirrorStatLogger(mirror)],
+                enable_log_requests=engine_args.enable_log_requests,
+                disable_log_stats=engine_args.disable_log_stats,
+            )
         )
         assert isinstance(engine, cls)
         engine.blend_config = config
@@ -286,6 +287,29 @@ class BlendAsyncLLM(AsyncLLM):
                 pass
         except EngineDeadError as error:
             raise EngineUnavailable("the engine died") from error
+
+
+async def _load_in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Loading takes minutes; in a thread, so that the caller's event loop answers probes meanwhile.
+
+    Whoever stops waiting leaves no engine behind: its processes are ended, and an engine that comes
+    up all the same is shut down.
+    """
+    is_abandoned = threading.Event()
+
+    def run() -> AsyncLLM:
+        engine = load()
+        if is_abandoned.is_set():
+            engine.shutdown()
+        return engine
+
+    try:
+        return await asyncio.to_thread(run)
+    except asyncio.CancelledError:
+        is_abandoned.set()
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
 
 
 def _job(tenant: str, context: SegmentContext, token_ids: Sequence[int]) -> CompileJob:

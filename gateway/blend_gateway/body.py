@@ -27,6 +27,7 @@ async def read_json_object(request: Request, *, max_bytes: int, max_depth: int) 
         starlette.requests.ClientDisconnect: The client went away before the body ended.
     """
     check_content_type(request.headers.get("content-type", ""))
+    _check_encoding(request.headers.get("content-encoding", "identity"))
     raw = await read_bytes(request, max_bytes=max_bytes)
     if len(raw) < _SMALL_BYTES:
         return parse_json_object(raw, max_depth=max_depth)
@@ -39,9 +40,19 @@ def check_content_type(content_type: str) -> None:
     Raises:
         InvalidRequest: Any other content type.
     """
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    media_type, _, parameters = content_type.lower().partition(";")
+    charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "')
+    if media_type.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
         raise InvalidRequest(
-            "the content type must be `application/json`", code="invalid_content_type"
+            "the content type must be `application/json`, in UTF-8", code="invalid_content_type"
+        )
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise InvalidRequest(
+            f"the content encoding {encoding[:64]!r} is not supported; send the body as it is",
+            code="invalid_content_encoding",
         )
 
 

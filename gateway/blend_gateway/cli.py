@@ -4,7 +4,7 @@ vLLM takes seconds to import, so it is imported by the commands that need it.
 """
 
 import argparse
-import importlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -29,6 +29,7 @@ commands:
   models prepare [NAME]   fetch one into the cache folder
   models verify [NAME]    compare it with its checksums
   bench [flags]           measure time to first token (blendgate bench --help)
+  --version
 """
 
 
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": _models,
         "bench": _bench,
     }
+    if command in ("-V", "--version", "version"):
+        print(f"blendgate {_version()}")
+        return 0
     if command in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0
@@ -55,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"blendgate: no command {command!r}\n\n{_USAGE}", end="", file=sys.stderr)
         return 2
     return commands[command](rest)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("blendgate")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed, run from its sources)"
 
 
 def _models(arguments: list[str]) -> int:

@@ -125,6 +125,7 @@ class DocumentRegistry:
         self._max_documents = max_documents
         self._on_compiled = on_compiled
         self._tenants: dict[str, dict[str, Entry]] = {}
+        self._dropping: dict[SegmentKey, asyncio.Event] = {}
         self._slots = asyncio.Semaphore(_CONCURRENT_COMPILES)
 
     async def register(self, tenant: Tenant, draft: Draft) -> Entry:
@@ -172,7 +173,7 @@ class DocumentRegistry:
         """Where the document's KV is now."""
         if entry.is_pending:
             return RegisteredStatus.WARMING if entry.is_started else RegisteredStatus.QUEUED
-        if self._engine.is_resident(entry.key):
+        if self._is_resident(entry.key):
             return RegisteredStatus.READY
         if entry.failure is not None:
             return RegisteredStatus.FAILED
@@ -230,9 +231,15 @@ class DocumentRegistry:
         del entries[entry_id]
         if any(other.key == entry.key for other in entries.values()):
             return
-        # The engine ends the compile behind the job, without waiting for those of others.
-        await _cancel_job(entry)
-        await self._engine.drop([entry.key])
+        # A document registered meanwhile is compiled once this KV is gone.
+        gone = self._dropping.setdefault(entry.key, asyncio.Event())
+        try:
+            # The engine ends the compile behind the job, without waiting for those of others.
+            await _cancel_job(entry)
+            await self._engine.drop([entry.key])
+        finally:
+            self._dropping.pop(entry.key, None)
+            gone.set()
 
     async def wait(self, entries: Iterable[Entry], seconds: float) -> None:
         """Wait until the entries' compiles have ended, at most so long."""
@@ -272,8 +279,11 @@ class DocumentRegistry:
     def _all(self) -> list[Entry]:
         return [entry for entries in self._tenants.values() for entry in entries.values()]
 
+    def _is_resident(self, key: SegmentKey) -> bool:
+        return key not in self._dropping and self._engine.is_resident(key)
+
     def _start_compile(self, tenant: Tenant, entry: Entry) -> None:
-        if entry.is_pending or self._engine.is_resident(entry.key):
+        if entry.is_pending or self._is_resident(entry.key):
             return
         entry.failure = self._refusal(entry)
         if entry.failure is None:
@@ -293,6 +303,8 @@ class DocumentRegistry:
         return None
 
     async def _compile(self, tenant: Tenant, entry: Entry) -> None:
+        while (dropping := self._dropping.get(entry.key)) is not None:
+            await dropping.wait()
         async with self._slots:
             entry.is_started = True
             started = time.monotonic()

@@ -57,12 +57,16 @@ class BlendMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendOptions:
-    """The request's `blend` object. None means the server's default."""
+    """The request's `blend` object. None means the server's default.
+
+    `report` asks for the `blend` object of the answer. A stream has it in the usage chunk, which
+    OpenAI's clients must ask for: True asks for it, too, and None leaves it to `stream_options`.
+    """
 
     mode: BlendMode = BlendMode.AUTO
     policy: Policy | None = None
     recompute_ratio: float | None = None
-    report: bool = True
+    report: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +181,7 @@ def parse_blend(value: Any) -> BlendOptions:
         mode=_choice(BlendMode, given.get("mode", BlendMode.AUTO), "blend.mode"),
         policy=_policy(given.get("policy", DEFAULT_POLICY)),
         recompute_ratio=_ratio(given.get("recompute_ratio")),
-        report=_flag(given.get("report", True), "blend.report"),
+        report=_flag(given["report"], "blend.report") if "report" in given else None,
     )
 
 

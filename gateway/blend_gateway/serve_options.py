@@ -42,6 +42,18 @@ class ServeCommand:
     access_log: bool
 
 
+_FLAG_OF = {
+    "recompute_ratio": "--blend-ratio",
+    "check_layer": "--blend-check-layer",
+    "port": "--port",
+    "drain_s": "--drain-timeout",
+    "store_bytes": "--blend-store-gib",
+    "min_segment_tokens": "--blend-min-segment-tokens",
+    "compile_queue_depth": "--blend-compile-queue-depth",
+}
+"""Settings by the names that their errors use."""
+
+
 def make_parser() -> FlexibleArgumentParser:
     """The parser of `blendgate serve`."""
     parser = FlexibleArgumentParser(
@@ -83,7 +95,7 @@ def parse_serve(
     Raises:
         UnusableOption: A flag would have no effect or a wrong one.
     """
-    args = make_parser().parse_args(list(arguments))
+    args = _parse(arguments)
     _check(args)
     _choose_model(args, prepare_demo)
     if args.dtype is None:
@@ -106,7 +118,10 @@ def parse_serve(
             compile_queue_depth=args.blend_compile_queue_depth,
         )
     except ValueError as error:
-        raise UnusableOption(str(error)) from error
+        message = str(error)
+        for name, flag in _FLAG_OF.items():
+            message = message.replace(f"`{name}`", flag)
+        raise UnusableOption(message) from error
     return ServeCommand(
         engine_args=AsyncEngineArgs.from_cli_args(args),
         blend_config=blend_config,
@@ -115,6 +130,14 @@ def parse_serve(
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
     )
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Parse; a mistake is one line, since the usage of all of vLLM's flags is hundreds."""
+    parser = make_parser()
+    parser.usage = "blendgate serve [MODEL] [flags]; blendgate serve --help=all lists them"
+    args: Namespace = parser.parse_args(list(arguments))
+    return args
 
 
 def _add_server_flags(parser: FlexibleArgumentParser) -> None:
@@ -222,6 +245,12 @@ def _choose_model(args: Namespace, prepare_demo: Callable[[], Path]) -> None:
         args.model = str(folder)
         args.served_model_name = args.served_model_name or [folder.name]
         _fit_demo(args)
+    elif args.model.startswith(("/", "./", "../", "~")):
+        # vLLM would take a folder that is not there for a name on a hub, and say so at length.
+        folder = Path(args.model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UnusableOption(f"--model {args.model}: no folder with a config.json")
+        args.model = str(folder)
 
 
 def _fit_demo(args: Namespace) -> None:

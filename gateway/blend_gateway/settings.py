@@ -16,6 +16,8 @@ class Limits:
         json_depth: Nesting of a JSON body.
         messages: Messages of one chat request.
         choices: `n` of one chat request.
+        grammar_chars: Characters of `structured_outputs` or `response_format`, as JSON.
+        stop_chars: Characters of one text in `stop` or `bad_words`.
         documents_per_request: Documents of one chat request or registration.
         document_bytes: Bytes of one document's text, as UTF-8.
         title_chars: Characters of a document's title or id.
@@ -29,6 +31,8 @@ class Limits:
     json_depth: int = 64
     messages: int = 2048
     choices: int = 16
+    grammar_chars: int = 1 << 16
+    stop_chars: int = 1024
     documents_per_request: int = 64
     document_bytes: int = 1 << 20
     title_chars: int = 512

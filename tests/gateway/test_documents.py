@@ -1,10 +1,11 @@
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from tests.gateway.asgi import until
 from tests.gateway.fakes import FakeEngine
 
-from blend_engine.segments import SegmentContext, segment_key
+from blend_engine.segments import SegmentContext, SegmentKey, segment_key
 from blend_gateway.documents import (
     DocumentRegistry,
     Draft,
@@ -214,6 +215,29 @@ async def test_deleting_leaves_the_end_of_a_compile_to_the_engine(
     assert engine.dropped == [entry.key]
     engine.gate.set()
     assert engine.resident == set()
+
+
+async def test_registering_while_the_same_document_is_deleted_compiles_it_again(
+    registry: DocumentRegistry, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ready` is only said of KV that stays."""
+    entry = await ready(registry, engine)
+    may_drop, drop = asyncio.Event(), engine.drop
+
+    async def slow_drop(keys: Sequence[SegmentKey]) -> None:
+        await may_drop.wait()
+        await drop(keys)
+
+    monkeypatch.setattr(engine, "drop", slow_drop)
+    deletion = asyncio.create_task(registry.delete(ALICE, entry.id))
+    await asyncio.sleep(0)
+    again = await registry.register(ALICE, DRAFT)
+    assert registry.status(again) is RegisteredStatus.QUEUED
+    may_drop.set()
+    await deletion
+    await registry.wait([again], 5)
+    assert registry.status(again) is RegisteredStatus.READY
+    assert engine.resident == {again.key}
 
 
 async def test_deleting_leaves_a_compile_that_another_document_needs(

@@ -27,6 +27,11 @@ def parse_demo(*arguments: str) -> ServeCommand:
     return parse_serve(arguments, prepare_demo=lambda: Path("/models/demo"))
 
 
+def test_an_error_names_the_flag() -> None:
+    with pytest.raises(UnusableOption, match="--blend-ratio must be in"):
+        parse("m", "--blend-ratio", "2")
+
+
 @pytest.mark.parametrize("arguments", [("org/model",), ("--model", "org/model")])
 def test_the_model_is_positional_or_a_flag(arguments: tuple[str, ...]) -> None:
     command = parse(*arguments)
@@ -144,6 +149,8 @@ def test_chat_flags_reach_the_serving_classes() -> None:
         ("--disable-log-stats",),
         ("--enable-auto-tool-choice",),
         ("--enable-lora",),
+        ("--model", "/there/is/no/such/folder"),
+        ("--model", "./nor/here"),
         ("--worker-extension-cls", "x.Y"),
         ("--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'),
         ("--default-chat-template-kwargs", "[1]"),
@@ -151,4 +158,4 @@ def test_chat_flags_reach_the_serving_classes() -> None:
 )
 def test_flags_that_would_not_work_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(UnusableOption):
-        parse("m", *arguments)
+        parse(*([] if "--model" in arguments else ["m"]), *arguments)

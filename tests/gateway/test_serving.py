@@ -20,15 +20,18 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from blend_engine.errors import ColdDocument, EngineUnavailable
 from blend_gateway.assembler.errors import DocumentError, TemplateError
-from blend_gateway.errors import InvalidRequest, error_body, shape_of
+from blend_gateway.errors import InvalidRequest, UnsupportedField, error_body, shape_of
 from blend_gateway.outcome import Plan
 from blend_gateway.protocol import BlendOptions, ChatCall
 from blend_gateway.salts import DEFAULT_TENANT
 from blend_gateway.serving.chat import BlendServingChat
 from blend_gateway.serving.exchange import BlendChatRequest, Exchange, build_request
 from blend_gateway.serving.failures import from_error_info, translate
+from blend_gateway.settings import Limits
 
 pytestmark = pytest.mark.vllm
+
+LIMITS = Limits(choices=4, grammar_chars=200, stop_chars=8)
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -44,7 +47,7 @@ def build(
         blend=blend or BlendOptions(),
     )
     exchange = Exchange(call=call, resolve=lambda _id: None, plan=Plan(salt="the-salt"))
-    return build_request(exchange, vocab_size=100, max_choices=4)
+    return build_request(exchange, vocab_size=100, limits=LIMITS)
 
 
 def test_a_request_carries_its_exchange_and_its_salt() -> None:
@@ -54,15 +57,19 @@ def test_a_request_carries_its_exchange_and_its_salt() -> None:
     assert "exchange" not in request.model_dump()
 
 
-def test_usage_is_forced_into_streams_with_documents_only() -> None:
-    assert build(stream=True).stream_options is None
-    assert build(["text"]).stream_options is None
+def test_usage_is_forced_into_streams_only_where_the_report_is_asked_for() -> None:
+    """A chunk without choices breaks the usual client loop, so nobody gets one unasked."""
+    wanted = BlendOptions(report=True)
+    assert build([], wanted, stream=True).stream_options is None
+    assert build(["text"], wanted).stream_options is None
+    assert build(["text"], stream=True).stream_options is None
     assert build(["text"], BlendOptions(report=False), stream=True).stream_options is None
-    forced = build(["text"], stream=True).stream_options
+    forced = build(["text"], wanted, stream=True).stream_options
     assert forced is not None
     assert forced.include_usage is True
     asked = build(
         ["text"],
+        wanted,
         stream=True,
         stream_options={"include_usage": False, "continuous_usage_stats": True},
     ).stream_options
@@ -70,9 +77,23 @@ def test_usage_is_forced_into_streams_with_documents_only() -> None:
     assert (asked.include_usage, asked.continuous_usage_stats) == (True, True)
 
 
+def test_truncation_would_cut_documents_away() -> None:
+    assert build(truncate_prompt_tokens=5).truncate_prompt_tokens == 5
+    with pytest.raises(UnsupportedField):
+        build(["text"], truncate_prompt_tokens=5)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"structured_outputs": {"choice": ["word"] * 100}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "x": "y" * 200}}, "response_format"),
+        ({"structured_outputs": "text"}, "structured_outputs"),
+        ({"bad_words": ["short", "much too long"]}, "bad_words"),
+        ({"stop": "much too long"}, "stop"),
+        ({"allowed_token_ids": [1] * 101}, "allowed_token_ids"),
+        ({"logit_bias": {"1_0": 5}}, "logit_bias"),
+        ({"logit_bias": {" 1": 5}}, "logit_bias"),
         ({"n": 5}, "n"),
         ({"n": "5"}, "n"),
         ({"n": 0}, "n"),
@@ -85,7 +106,7 @@ def test_usage_is_forced_into_streams_with_documents_only() -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"tools": [5]}, "tools[0]"),
-        ({"structured_outputs": [1]}, None),
+        ({"structured_outputs": [1]}, "structured_outputs"),
         ({"tools": [{}], "tool_choice": {"function": {"name": "f"}}}, None),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, None),
     ],

@@ -27,7 +27,7 @@ Damage = Callable[[SegmentPool, Any, StoredSegment], None]
 def prompt(driver: Driver) -> Iterator[Prompt]:
     """Three stored documents."""
     made = driver.prompt(
-        [driver.encode(fact_document(seed, 8)) for seed in (81, 82, 83)], question(82)
+        [driver.encode(fact_document(seed, 4)) for seed in (81, 82, 83)], question(82)
     )
     driver.compile(made)
     yield made
@@ -193,7 +193,7 @@ def test_slow_load_changes_nothing(
 def test_compile_that_fails_stores_nothing(
     driver: Driver, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    ids = driver.encode(fact_document(84, 8))
+    ids = driver.encode(fact_document({"allocate": 84, "compute_and_capture": 86}[step], 4))
     taken = driver.scheduler.store_stats().num_bytes
 
     def failing(*arguments: Any) -> Any:
@@ -215,7 +215,7 @@ def test_full_store_keeps_what_it_has(
     index = driver.scheduler._index
     monkeypatch.setattr(index, "_budget_bytes", index.num_bytes)
     monkeypatch.setattr(index, "reserve", lambda key, token_ids: False)
-    more = driver.prompt([driver.encode(fact_document(seed, 8)) for seed in (81, 85)], question(85))
+    more = driver.prompt([driver.encode(fact_document(seed, 4)) for seed in (81, 85)], question(85))
     driver.compile_ids(SegmentContext.FREE, more.segment(SECOND))
     assert driver.stored(SegmentContext.FREE, more.segment(SECOND)) is None
     oracle = driver.blend(without(more, SECOND), Policy.SINKS, 0.2, max_tokens=4)

@@ -81,7 +81,8 @@ async def run_unless_disconnected(request: Request, work: Coroutine[Any, Any, _R
         gone.cancel()
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,))
+            # Whatever it ends with, nobody is left to read it.
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -93,7 +94,7 @@ def _headers(call: ChatCall, answer: Completion | EventStream) -> dict[str, str]
     headers = {}
     if call.warning is not None:
         headers[WARNING_HEADER] = call.warning
-    if call.num_documents and call.blend.report:
+    if call.num_documents and call.blend.report is not False:
         headers |= answer.outcome.headers
     if isinstance(answer, EventStream):
         headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -130,7 +130,7 @@ class VllmBackend:
         request = build_request(
             exchange,
             vocab_size=self._vocab_size,
-            max_choices=self._settings.limits.choices,
+            limits=self._settings.limits,
         )
         result = await self._chat.create_chat_completion(
             request, _traced_request(call.trace_headers)
@@ -146,7 +146,7 @@ class VllmBackend:
         body = response.model_dump(mode="json")
         for name in _INTERNAL_RESPONSE_FIELDS:
             body.pop(name, None)
-        outcome.add_to(body, reports=exchange.call.blend.report)
+        outcome.add_to(body, reports=exchange.call.blend.report is not False)
         return Completion(body=body, outcome=outcome)
 
     async def _event_stream(
@@ -171,7 +171,7 @@ class VllmBackend:
                 first,
                 events,
                 exchange.outcome,
-                reports=exchange.call.blend.report,
+                reports=exchange.call.blend.report is not False,
                 error_of=error_of,
             ),
             outcome=exchange.outcome,

@@ -202,7 +202,7 @@ class BlendRenderer(OnlineRenderer):
         """
         limit = self.model_config.max_model_len * self.renderer.get_tokenizer().max_chars_per_token
         num_chars = request.exchange.call.num_chars
-        if request.truncate_prompt_tokens is None and num_chars > limit:
+        if num_chars > limit:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.model_config.max_model_len} tokens; "
                 f"{num_chars} characters cannot fit",

@@ -104,18 +104,33 @@ def test_a_stream_with_documents_ends_with_usage_and_blend(
         "max_tokens": 4,
         "stream": True,
     }
-    extra = {"documents": [document("stream")]}
-    last = list(openai_client.chat.completions.create(**arguments, extra_body=extra))[-1]
-    assert last.choices == []
-    assert last.usage is not None
-    blend = last.model_dump()["blend"]
-    names = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    assert sum(blend[name] for name in names) == last.usage.prompt_tokens
+    extra: dict[str, Any] = {"documents": [document("stream")]}
+    asked: dict[str, Any] = {"stream_options": {"include_usage": True}}
+    for options, body in ((asked, extra), ({}, {**extra, "blend": {"report": True}})):
+        stream = openai_client.chat.completions.create(**arguments, **options, extra_body=body)
+        last = list(stream)[-1]
+        assert last.choices == []
+        assert last.usage is not None
+        blend = last.model_dump()["blend"]
+        names = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+        assert sum(blend[name] for name in names) == last.usage.prompt_tokens
 
-    extra["blend"] = {"report": False}  # type: ignore[assignment]
-    last = list(openai_client.chat.completions.create(**arguments, extra_body=extra))[-1]
-    assert last.usage is None
+    extra["blend"] = {"report": False}
+    last = list(openai_client.chat.completions.create(**arguments, **asked, extra_body=extra))[-1]
+    assert last.usage is not None
     assert "blend" not in last.model_dump()
+
+
+def test_an_unasked_stream_has_choices_in_every_chunk(openai_client: OpenAI, model: str) -> None:
+    """The usual loop reads `choices[0]` without looking."""
+    stream = openai_client.chat.completions.create(
+        model=model,
+        messages=HELLO,
+        max_tokens=4,
+        stream=True,
+        extra_body={"documents": [document("loop")]},
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
 def test_several_choices_with_documents(openai_client: OpenAI, model: str) -> None:
