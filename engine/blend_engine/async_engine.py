@@ -308,7 +308,7 @@ async def _load_in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
     except asyncio.CancelledError:
         is_abandoned.set()
         for process in multiprocessing.active_children():
-            process.terminate()
+            process.kill()
         raise
 
 

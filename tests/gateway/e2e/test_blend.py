@@ -242,13 +242,11 @@ def test_headers_of_a_stream_know_what_was_reused(http: httpx.Client) -> None:
     assert lines[-1] == "data: [DONE]"
 
 
-def test_truncation_that_cuts_a_document_lets_it_go(http: httpx.Client) -> None:
-    text = document("truncated")
-    register(http, text=text)
-    answer = chat(http, "What is said?", [text], truncate_prompt_tokens=24)
-    body = answer.json()
-    assert body["usage"]["prompt_tokens"] == 24
-    assert "blend" not in body or body["blend"]["documents"] == []
+def test_truncation_beside_documents_is_refused(http: httpx.Client) -> None:
+    """It would cut documents away, and nothing in the answer could say so."""
+    answer = chat(http, "What is said?", [document("truncated")], truncate_prompt_tokens=24)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_metrics_tell_reused_from_computed(http: httpx.Client, server: Server) -> None:
