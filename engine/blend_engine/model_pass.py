@@ -150,6 +150,13 @@ class ModelPass:
         for piece_T in positions_T.split(max_tokens or self._max_tokens):
             self._call(piece_T, skip_compiled=False)
 
+    def forward(self, positions_T: Tensor) -> Tensor:
+        """As `compute`, for positions of one piece at most; returns their last hidden states."""
+        hidden_TD = self._call(positions_T, skip_compiled=False)
+        assert isinstance(hidden_TD, Tensor)
+        # Padded where the model runs in captured sizes.
+        return hidden_TD[: len(positions_T)].clone()
+
     def allocate(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Slabs for a segment's keys and values; pinned where the cache is on a GPU.
 
@@ -209,7 +216,7 @@ class ModelPass:
             check_values=False,
         )
 
-    def _call(self, positions_T: Tensor, *, skip_compiled: bool) -> None:
+    def _call(self, positions_T: Tensor, *, skip_compiled: bool) -> Any:
         attached = self._attached
         slots_T = self._table.slots(positions_T)
         metadata = build_metadata(attached, self._table, positions_T, slots_T)
@@ -222,7 +229,8 @@ class ModelPass:
             skip_compiled=skip_compiled,
         )
         with context, suppress(_PeekDone):
-            attached.model(input_ids=input_ids, positions=positions_T.to(attached.device))
+            return attached.model(input_ids=input_ids, positions=positions_T.to(attached.device))
+        return None
 
     @contextmanager
     def _intercepting(self, name: str, seen: list[tuple[Tensor, Tensor]]) -> Iterator[None]:

@@ -20,6 +20,7 @@ from blend_engine.pool import SegmentPool
 from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext, SegmentKey
 from blend_engine.selection import blended_hits, hit_positions, select_hkvd, select_sinks
+from blend_engine.self_test import check_model
 
 logger = init_logger(__name__)
 
@@ -74,9 +75,9 @@ class BlendWorker:
             None, or why this model is not blended.
         """
         try:
-            self._attached = attach(
-                model, self._vllm_config, self._kv_cache_config, self._kv_caches
-            )
+            attached = attach(model, self._vllm_config, self._kv_cache_config, self._kv_caches)
+            check_model(attached, self._vllm_config, self._kv_cache_config.num_blocks)
+            self._attached = attached
         except UnsupportedModel as error:
             self._unsupported_reason = str(error)
             logger.warning("blending is off, requests are served exactly: %s", error)
