@@ -12,6 +12,10 @@ from blend_kernels import check_cos_sin
 _TOLERANCE_FP32 = 2e-3
 """Angle sums at far distances: an fp32 product of position and frequency at 32k rounds by 2e-3."""
 
+_TRANSFORMERS_HALVES = frozenset({"GPTNeoXRotaryEmbedding", "Olmo2RotaryEmbedding"})
+"""Modules of vLLM's Transformers backend whose pairs are halves, as tests/models shows. A module of
+that library does not say how its table is applied, so no other is taken."""
+
 
 class UnsupportedRotary(Exception):
     """The model's positions cannot be moved; blending is refused with this reason."""
@@ -41,7 +45,7 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     """The normalised fp32 table of a rotary module, on the CPU.
 
     Args:
-        rotary: One of vLLM's rotary modules.
+        rotary: One of vLLM's rotary modules, or a known one of Transformers'.
         max_distance: Rows needed.
 
     Returns:
@@ -50,6 +54,22 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     Raises:
         UnsupportedRotary: Not plain rotations by an angle linear in the position.
     """
+    name = type(rotary).__name__
+    if name in _TRANSFORMERS_HALVES:
+        table_PR = _transformers_table(rotary, max_distance)
+    else:
+        table_PR = _vllm_table(rotary)
+    half = table_PR.shape[1] // 2
+    table_PR = table_PR / table_PR[0, :half].repeat(2)
+    _check_composes(table_PR, name)
+    if len(table_PR) < max_distance:
+        raise UnsupportedRotary(f"{name!r} has {len(table_PR)} rows, {max_distance} are needed")
+    table_PR = table_PR[:max_distance].contiguous()
+    check_cos_sin(table_PR)
+    return table_PR
+
+
+def _vllm_table(rotary: nn.Module) -> Tensor:
     name = type(rotary).__name__
     compute = getattr(rotary, "_compute_cos_sin_cache", None)
     cached = getattr(rotary, "cos_sin_cache", None)
@@ -64,14 +84,19 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     error = (table_PR.to(cached.dtype).float() - cached.float().cpu()).abs().max().item()
     if error > 1e-2:
         raise UnsupportedRotary(f"{name!r} computes another table than it uses, off by {error:.3g}")
-    half = table_PR.shape[1] // 2
-    table_PR = table_PR / table_PR[0, :half].repeat(2)
-    _check_composes(table_PR, name)
-    if len(table_PR) < max_distance:
-        raise UnsupportedRotary(f"{name!r} has {len(table_PR)} rows, {max_distance} are needed")
-    table_PR = table_PR[:max_distance].contiguous()
-    check_cos_sin(table_PR)
     return table_PR
+
+
+def _transformers_table(rotary: nn.Module, num_rows: int) -> Tensor:
+    kind = getattr(rotary, "rope_type", None)
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise UnsupportedRotary(f"RoPE kind {kind!r} of {type(rotary).__name__!r}")
+    frequencies = rotary.inv_freq
+    assert isinstance(frequencies, Tensor)
+    positions_1P = torch.arange(num_rows, device=frequencies.device)[None]
+    cos_1PR, sin_1PR = rotary(frequencies.new_zeros(1, dtype=torch.float32), positions_1P)
+    half = cos_1PR.shape[-1] // 2
+    return torch.cat([cos_1PR[0, :, :half], sin_1PR[0, :, :half]], dim=-1).float().cpu()
 
 
 def _check_composes(table_PR: Tensor, name: str) -> None:

@@ -1,0 +1,70 @@
+"""A family's tiny model, written, served inside the test process, and shut down."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.models.families import Family
+from tests.models.weights import VOCABULARY, write_model
+from tests.real.driver import Driver
+
+from blend_engine.config import BlendConfig
+from blend_engine.offline import attach, blend_llm_kwargs
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+MAX_MODEL_LEN = 768
+
+
+@dataclass(frozen=True)
+class Served:
+    """A loaded engine and what the connector said of its model."""
+
+    family: Family
+    driver: Driver
+    refusal: str | None
+
+    def ids(self, seed: int, length: int) -> list[int]:
+        """Random token ids, the special ones left out."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+
+
+@contextmanager
+def serving(family: Family, folder: Path) -> Iterator[Served]:
+    """Write the model, serve it, shut it down."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    write_model(folder, family.model_type, family.config)
+    if family.finish is not None:
+        family.finish(folder)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        llm = LLM(
+            str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            max_logprobs=-1,
+            seed=0,
+            **family.engine,
+            **blend_llm_kwargs(BlendConfig(min_segment_tokens=1, store_bytes=1 << 28)),
+        )
+        try:
+            refusal = attach(llm)
+            yield Served(family, Driver(llm, folder), refusal)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()

@@ -1,0 +1,158 @@
+"""The families: a configuration each, small enough to be written and served in seconds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.models.weights import quantize_w8a8
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Args:
+        name: In test ids.
+        model_type: Of its Hugging Face configuration.
+        config: What the configuration says.
+        reason: A part of the refusal; empty where the family is blended.
+        engine: Further arguments of the engine.
+        finish: Changes the written folder.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any]
+    reason: str = ""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    finish: Callable[[Path], None] | None = None
+
+
+COMMON = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str, **settings: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
+
+
+def _family(name: str, model_type: str, reason: str = "", **config: Any) -> Family:
+    return Family(name, model_type, {**COMMON, **config}, reason)
+
+
+BLENDED = (
+    _family("llama", "llama"),
+    Family("llama-w8a8", "llama", COMMON, finish=quantize_w8a8),
+    _family(
+        "llama-llama3-rope",
+        "llama",
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=128,
+        ),
+    ),
+    _family("llama-linear-rope", "llama", **_rope("linear", factor=4.0)),
+    _family(
+        "llama-yarn", "llama", **_rope("yarn", factor=4.0, original_max_position_embeddings=256)
+    ),
+    _family("qwen2", "qwen2"),
+    _family("qwen3", "qwen3", head_dim=32),
+    _family("mistral", "mistral", sliding_window=None),
+    _family("phi3", "phi3"),
+    _family("stablelm", "stablelm", num_attention_heads=2, partial_rotary_factor=0.25),
+    _family(
+        "granite",
+        "granite",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+    ),
+    _family("olmo2", "olmo2"),
+    _family("gpt-neox", "gpt_neox", num_attention_heads=2, rotary_pct=0.25),
+    _family(
+        "gemma3",
+        "gemma3_text",
+        num_hidden_layers=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    _family("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+)
+
+REFUSED = (
+    Family(
+        "opt",
+        "opt",
+        {
+            "hidden_size": 128,
+            "word_embed_proj_dim": 128,
+            "ffn_dim": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 1024,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "no rotary embedding",
+    ),
+    Family(
+        "bloom",
+        "bloom",
+        {"hidden_size": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+        "ALiBi",
+    ),
+    _family(
+        "deepseek-v2",
+        "deepseek_v2",
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        reason="MLA",
+    ),
+    Family(
+        "mistral-window",
+        "mistral",
+        {**COMMON, "sliding_window": 64},
+        "KV cache kind SlidingWindowSpec",
+    ),
+    Family("lora", "llama", COMMON, "LoRA", {"enable_lora": True, "max_lora_rank": 8}),
+    Family(
+        "speculative",
+        "llama",
+        COMMON,
+        "speculative decoding",
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 3,
+            }
+        },
+    ),
+)

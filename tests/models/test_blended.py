@@ -1,0 +1,150 @@
+"""Families that are blended: reuse in place, moves, and full recompute, on tiny random models."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.models.engine import Served
+from tests.models.families import BLENDED
+from tests.real.driver import Prompt, max_logprob_difference
+from torch import Tensor
+
+from blend_engine import model_pass
+from blend_engine.model_pass import ModelPass
+from blend_engine.plan import Hit
+from blend_engine.protocol import Policy
+from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
+
+pytestmark = pytest.mark.parametrize(
+    "served", BLENDED, ids=lambda family: family.name, indirect=True, scope="module"
+)
+SEGMENT = 96
+MOVE = 40
+TOLERANCE = 1e-3
+"""Of moved keys: they reach 8, and an fp32 angle at position 500 is known to 3e-5."""
+
+
+def test_it_is_blended(served: Served) -> None:
+    """Nothing is refused."""
+    assert served.refusal is None
+
+
+def test_a_leading_segment_comes_back_as_it_was(served: Served) -> None:
+    """Logits within 1e-4 of full compute, the same greedy text, and a load that is counted."""
+    driver = served.driver
+    ids = served.ids(1, SEGMENT + 20)
+    prompt = Prompt(ids, (SegmentSpan(start=0, end=SEGMENT, context=SegmentContext.PREFIX),))
+    driver.compile(prompt)
+    before = driver.scheduler.store_stats().loaded_tokens
+    full = driver.full(ids, max_tokens=8)
+    reused = driver.blend(prompt, Policy.NONE, 0.0, max_tokens=8)
+    assert driver.scheduler.store_stats().loaded_tokens - before == SEGMENT
+    assert reused.token_ids == full.token_ids
+    assert max_logprob_difference(full, reused) < 1e-4
+    assert reused.report is not None
+    assert (reused.report.prefix_tokens, reused.report.approximate) == (SEGMENT, False)
+
+
+@pytest.mark.parametrize("policy", [Policy.SINKS, Policy.HKVD])
+def test_a_moved_segment_recomputed_equals_full_prefill(served: Served, policy: Policy) -> None:
+    """Ratio 1.0 gives full prefill's distribution; full reuse visibly does not."""
+    driver = served.driver
+    prompt = _moved(served)
+    full = driver.full(prompt.ids)
+    blended = driver.blend(prompt, policy, 1.0)
+    assert blended.report is not None
+    assert blended.report.recomputed_tokens == blended.report.loaded_tokens == 2 * SEGMENT
+    assert max_logprob_difference(full, blended) < 1e-4
+    assert max_logprob_difference(full, driver.blend(prompt, Policy.NONE, 0.0)) > 1e-2
+
+
+def test_selected_tokens_alone_are_recomputed(served: Served) -> None:
+    """With a check layer: a peek, a selection and a pass, each on this family's own layers."""
+    report = served.driver.blend(_moved(served), Policy.HKVD, 0.25, check_layer=1).report
+    assert report is not None
+    assert (report.recomputed_tokens, report.reused_tokens) == (SEGMENT // 2, 3 * SEGMENT // 2)
+
+
+def test_moved_keys_equal_those_computed_there(served: Served) -> None:
+    """At layer 0, where a key depends on its token and its position alone."""
+    driver = served.driver
+    ids = served.ids(2, SEGMENT)
+    driver.compile_ids(SegmentContext.FREE, ids)
+    driver.compile_ids(SegmentContext.PREFIX, ids)
+    far = driver.stored(SegmentContext.FREE, ids)
+    near = driver.stored(SegmentContext.PREFIX, ids)
+    assert far.start > 200
+    back, forth = _placed(served, far, 0), _placed(served, near, far.start)
+    for moved, there in ((back[0], near.k_LTHD[0]), (forth[0], far.k_LTHD[0])):
+        torch.testing.assert_close(moved, there, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(far.v_LTHD[0], near.v_LTHD[0], atol=TOLERANCE, rtol=0)
+
+
+def test_keys_of_every_layer_move(served: Served) -> None:
+    """Each layer is moved by its own RoPE."""
+    assert _worst_layer(served) < TOLERANCE
+
+
+def _without_rotation(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return k
+
+
+def _rotated_by_one_more(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    from blend_kernels import rotate_keys
+
+    return rotate_keys(k, deltas + 1, *args, **kwargs)
+
+
+@pytest.mark.parametrize("mutation", [_without_rotation, _rotated_by_one_more])
+def test_wrong_rotation_is_caught(
+    served: Served, mutation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys left where they were, or moved one position too far, are told from right ones."""
+    monkeypatch.setattr(model_pass, "rotate_keys", mutation)
+    assert _worst_layer(served) > 100 * TOLERANCE
+
+
+def _moved(served: Served) -> Prompt:
+    """Two documents, compiled, behind text that was never seen and with more between them."""
+    ids = served.ids(3, 2 * SEGMENT + 70)
+    first, second = 30, 50 + SEGMENT
+    spans = tuple(
+        SegmentSpan(start=start, end=start + SEGMENT, context=SegmentContext.FREE)
+        for start in (first, second)
+    )
+    prompt = Prompt(ids, spans)
+    served.driver.compile(prompt)
+    return prompt
+
+
+def _worst_layer(served: Served) -> float:
+    """Largest error, over layers, of keys that were moved by `MOVE`.
+
+    A prompt of one repeated token has the same values everywhere, so attention returns the same at
+    every position, and so do all layers: their keys differ by their positions alone.
+    """
+    driver = served.driver
+    ids = served.ids(4, 1) * SEGMENT
+    driver.compile_ids(SegmentContext.PREFIX, ids)
+    stored = driver.stored(SegmentContext.PREFIX, ids)
+    moved = _placed(served, stored, MOVE)[:, : SEGMENT - MOVE]
+    errors_LTHD = (moved - stored.k_LTHD[:, MOVE:]).abs()
+    return float(errors_LTHD.max())
+
+
+def _placed(served: Served, stored: Any, start: int) -> Tensor:
+    """A whole segment's keys, moved the way a pass moves them."""
+    worker = served.driver.worker
+    assert worker._attached is not None
+    token_ids = torch.zeros(0, dtype=torch.int32).numpy()
+    hit = Hit(
+        segment_index=0,
+        key=segment_key("tests", SegmentContext.FREE, []),
+        context=SegmentContext.FREE,
+        start=start,
+        end=start + stored.num_tokens,
+        offset=0,
+        segment_tokens=stored.num_tokens,
+    )
+    run = ModelPass(worker._attached, worker._vllm_config, token_ids, (0,))
+    return run.rotate(hit, stored).k_LTHD

@@ -1,0 +1,91 @@
+"""Random weights whose attention looks at some tokens more than at others.
+
+As they come from `from_config`, weights are so small that every token attends to all alike and no
+position matters. Here queries and keys are large enough for a wrong rotation to change the answer.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+_ATTENTION = ("q_proj", "k_proj", "qkv", "query_key_value", "Wqkv", "q_norm", "k_norm")
+_ATTENTION_GAIN = 1.6
+
+
+def write_model(folder: Path, model_type: str, settings: Mapping[str, Any]) -> None:
+    """Weights, configuration and tokenizer, as a Hugging Face folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"vocab_size": VOCABULARY, "pad_token_id": 0, **settings}
+    config = AutoConfig.for_model(model_type, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        _fill(name, weight.data)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+
+
+def quantize_w8a8(folder: Path) -> None:
+    """Turn a written model into compressed-tensors W8A8: int8 weights with one scale per row."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = weights[name].abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weights[name] / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    save_file(weights, path)
+    config = json.loads((folder / "config.json").read_text())
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
+                "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _fill(name: str, weight: torch.Tensor) -> None:
+    gain = _ATTENTION_GAIN if any(part in name for part in _ATTENTION) else 1.0
+    if weight.ndim >= 2 and "conv" not in name and "A_log" not in name:
+        is_table = "embed" in name or "wte" in name
+        scale = 1.0 if is_table else gain * weight.shape[-1] ** -0.5
+        weight.normal_(0.0, scale)
+    elif weight.ndim == 1:
+        # Norm weights around what they were, 1 or (Gemma) 0; biases around 0.
+        weight.add_(torch.randn_like(weight) * 0.2)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Byte pairs learnt from the ballast's own source, so that the ballast stays short."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from blend_engine import preamble
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([inspect.getsource(preamble)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
