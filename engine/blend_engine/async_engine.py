@@ -75,7 +75,8 @@ class BlendAsyncLLM(AsyncLLM):
             raise ValueError(
                 "`kv_transfer_config` and `worker_extension_cls` are taken by the blend connector"
             )
-        engine_args.kv_transfer_config = kv_transfer_config(config)
+        is_hybrid = engine_args.create_model_config().is_hybrid
+        engine_args.kv_transfer_config = kv_transfer_config(config, is_hybrid=is_hybrid)
         engine_args.worker_extension_cls = WORKER_EXTENSION
         mirror = EngineMirror()
         vllm_config = engine_args.create_engine_config(usage_context)

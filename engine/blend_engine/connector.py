@@ -1,4 +1,4 @@
-"""BlendConnector: what vLLM loads. Chooses a role and forwards; no logic."""
+"""The connectors that vLLM loads. They choose a role and forward; no logic."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from blend_engine.attached import UnsupportedModel, bytes_per_token
@@ -135,3 +136,17 @@ class BlendConnector(KVConnectorBase_V1):
     @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
         return BlendStats(data=data or {})
+
+
+class HybridConnector(BlendConnector, SupportsHMA):
+    """For models with recurrent layers: vLLM starts them under its hybrid cache manager alone.
+
+    They are never blended. `BlendConnector` does not take that manager, since it would give null
+    blocks to the sliding-window layers of models that are.
+    """
+
+    @override
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])

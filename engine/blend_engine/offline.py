@@ -21,10 +21,15 @@ from blend_engine.protocol import CompileParams
 from blend_engine.segments import SegmentContext
 
 
-def blend_llm_kwargs(config: BlendConfig) -> dict[str, Any]:
-    """Keyword arguments for `vllm.LLM`."""
+def blend_llm_kwargs(config: BlendConfig, *, is_hybrid: bool = False) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`.
+
+    Args:
+        config: The connector's settings.
+        is_hybrid: Whether the model mixes attention with recurrent layers.
+    """
     return {
-        "kv_transfer_config": kv_transfer_config(config),
+        "kv_transfer_config": kv_transfer_config(config, is_hybrid=is_hybrid),
         "worker_extension_cls": WORKER_EXTENSION,
     }
 

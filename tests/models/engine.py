@@ -59,7 +59,9 @@ def serving(family: Family, folder: Path) -> Iterator[Served]:
             max_logprobs=-1,
             seed=0,
             **family.engine,
-            **blend_llm_kwargs(BlendConfig(min_segment_tokens=1, store_bytes=1 << 28)),
+            **blend_llm_kwargs(
+                BlendConfig(min_segment_tokens=1, store_bytes=1 << 28), is_hybrid=family.is_hybrid
+            ),
         )
         try:
             refusal = attach(llm)

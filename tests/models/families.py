@@ -19,6 +19,8 @@ class Family:
         reason: A part of the refusal; empty where the family is blended.
         engine: Further arguments of the engine.
         finish: Changes the written folder.
+        is_hybrid: Whether it mixes attention with recurrent layers.
+        num_ropes: Different RoPEs among its layers.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Family:
     reason: str = ""
     engine: Mapping[str, Any] = field(default_factory=dict)
     finish: Callable[[Path], None] | None = None
+    is_hybrid: bool = False
+    num_ropes: int = 1
 
 
 COMMON = {
@@ -42,7 +46,7 @@ COMMON = {
 }
 
 
-def _rope(kind: str, **settings: float) -> dict[str, Any]:
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
 
 
@@ -83,19 +87,40 @@ BLENDED = (
     ),
     _family("olmo2", "olmo2"),
     _family("gpt-neox", "gpt_neox", num_attention_heads=2, rotary_pct=0.25),
-    _family(
+    _family("cohere", "cohere", tie_word_embeddings=True, logit_scale=1.0),
+    Family(
         "gemma3",
         "gemma3_text",
-        num_hidden_layers=4,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        {
+            **COMMON,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        num_ropes=2,
     ),
     _family("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2),
 )
 
 REFUSED = (
+    Family(
+        "lfm2",
+        "lfm2",
+        {
+            **COMMON,
+            "num_hidden_layers": 2,
+            "layer_types": ["conv", "full_attention"],
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_ff_dim": 192,
+            "block_auto_adjust_ff_dim": False,
+        },
+        "recurrent state",
+        is_hybrid=True,
+    ),
     Family(
         "opt",
         "opt",
@@ -140,6 +165,52 @@ REFUSED = (
         "mistral",
         {**COMMON, "sliding_window": 64},
         "KV cache kind SlidingWindowSpec",
+    ),
+    Family(
+        "phi3-longrope",
+        "phi3",
+        {
+            **COMMON,
+            "original_max_position_embeddings": 512,
+            **_rope("longrope", short_factor=[1.0] * 16, long_factor=[2.0] * 16),
+        },
+        "LongRoPE",
+    ),
+    Family(
+        "mamba2",
+        "mamba2",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "state_size": 16,
+            "expand": 2,
+        },
+        "no attention",
+    ),
+    Family(
+        "granite-hybrid",
+        "granitemoehybrid",
+        {
+            **COMMON,
+            "num_hidden_layers": 2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 192,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+        },
+        "recurrent state",
+        # vLLM's CPU stand-in for Mamba 2 keeps no states to cache.
+        {"enable_prefix_caching": False},
+        is_hybrid=True,
     ),
     Family("lora", "llama", COMMON, "LoRA", {"enable_lora": True, "max_lora_rank": 8}),
     Family(

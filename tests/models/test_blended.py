@@ -82,6 +82,9 @@ def test_moved_keys_equal_those_computed_there(served: Served) -> None:
 
 def test_keys_of_every_layer_move(served: Served) -> None:
     """Each layer is moved by its own RoPE."""
+    attached = served.driver.worker._attached
+    assert attached is not None
+    assert len(set(attached.table_of_layer)) == served.family.num_ropes
     assert _worst_layer(served) < TOLERANCE
 
 
