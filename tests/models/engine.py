@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from tests.models.families import Family
 from tests.models.weights import VOCABULARY, write_model
 from tests.real.driver import Driver
@@ -31,8 +32,6 @@ class Served:
 
     def ids(self, seed: int, length: int) -> list[int]:
         """Random token ids, the special ones left out."""
-        import torch
-
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
 
