@@ -63,7 +63,7 @@ def check_model(attached: AttachedModel, vllm_config: Any, num_blocks: int) -> N
         own = _capture(run(ids), num_tokens)
         hidden_TD = run(ids).forward(torch.arange(num_tokens))
         _check_loaded(run, ids, own, hidden_TD, tolerance)
-        _check_moved(run(ids[_MOVE:]), own, tolerance)
+        _check_moved(run(np.full_like(ids, ids[1])), num_tokens, tolerance)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -94,13 +94,21 @@ def _check_loaded(
         )
 
 
-def _check_moved(model_pass: ModelPass, own: StoredSegment, tolerance: float) -> None:
-    """Keys of the first layer depend on their token and place alone, so a move can be looked up."""
-    start = _capture(model_pass, own.num_tokens - _MOVE)
-    moved = model_pass.rotate(_whole(start, start=_MOVE), start)
-    error = _relative_error(moved.k_LTHD[0], own.k_LTHD[0, _MOVE:].to(moved.k_LTHD.device))
-    if error > tolerance:
-        raise UnsupportedModel(f"self-test: moved keys are off by {error:.2g} from computed ones")
+def _check_moved(model_pass: ModelPass, num_tokens: int, tolerance: float) -> None:
+    """In a prompt of one repeated token, every layer's keys differ by their place alone.
+
+    All tokens attend to equal values, so their hidden states are equal, too. A key moved to a later
+    place must be the key computed there. That also finds layers which hold a rotary module and do
+    not apply it.
+    """
+    computed = _capture(model_pass, num_tokens)
+    moved = model_pass.rotate(_whole(computed, start=_MOVE), computed).k_LTHD[:, :-_MOVE]
+    for index, (found, expected) in enumerate(zip(moved, computed.k_LTHD[:, _MOVE:], strict=True)):
+        error = _relative_error(found, expected.to(found.device))
+        if error > tolerance:
+            raise UnsupportedModel(
+                f"self-test: moved keys of layer {index} are off by {error:.2g} from computed ones"
+            )
 
 
 def _whole(segment: StoredSegment, *, start: int) -> Hit:

@@ -106,6 +106,19 @@ BLENDED = (
 
 REFUSED = (
     Family(
+        "cohere2",
+        "cohere2",
+        {
+            **COMMON,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "logit_scale": 1.0,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "moved keys of layer 1",
+    ),
+    Family(
         "lfm2",
         "lfm2",
         {
