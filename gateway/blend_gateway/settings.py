@@ -52,7 +52,7 @@ class Settings:
         policy: Which hit tokens a blended request recomputes unless it says otherwise.
         recompute_ratio: Budget of `policy`, in [0, 1].
         check_layer: Layer whose KV deviation `Policy.HKVD` ranks by.
-        salt_secret: Key of the cache salts; random per process unless given.
+        salt_secret: Key of the cache salts; random in every process.
         drain_s: Seconds that open streams get at shutdown.
         limits: See `Limits`.
     """
