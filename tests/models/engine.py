@@ -1,5 +1,6 @@
 """A family's tiny model, written, served inside the test process, and shut down."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,3 +70,6 @@ def serving(family: Family, folder: Path) -> Iterator[Served]:
             llm.llm_engine.engine_core.shutdown()
             ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
+            # vLLM reads the attributes of all imported modules when an engine starts, and fails at
+            # this one, which n-gram speculation imports.
+            sys.modules.pop("llvmlite.binding.ffi", None)
