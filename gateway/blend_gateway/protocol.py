@@ -68,6 +68,11 @@ class BlendOptions:
     recompute_ratio: float | None = None
     report: bool | None = None
 
+    @property
+    def reports(self) -> bool:
+        """Whether an answer that has a place for the `blend` object gets it."""
+        return self.report is not False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:

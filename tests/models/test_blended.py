@@ -7,6 +7,7 @@ import torch
 from tests.models.engine import Served
 from tests.models.families import BLENDED
 from tests.real.driver import Prompt, max_logprob_difference
+from tests.real.mutations import rotated_by_one_more, without_rotation
 from torch import Tensor
 
 from blend_engine import model_pass
@@ -88,17 +89,7 @@ def test_keys_of_every_layer_move(served: Served) -> None:
     assert _worst_layer(served) < TOLERANCE
 
 
-def _without_rotation(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return k
-
-
-def _rotated_by_one_more(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    from blend_kernels import rotate_keys
-
-    return rotate_keys(k, deltas + 1, *args, **kwargs)
-
-
-@pytest.mark.parametrize("mutation", [_without_rotation, _rotated_by_one_more])
+@pytest.mark.parametrize("mutation", [without_rotation, rotated_by_one_more])
 def test_wrong_rotation_is_caught(
     served: Served, mutation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,12 @@ def check_failed(driver: Driver, answer: Answer, oracle: Answer, failed: set[int
     assert driver.scheduler.store_stats().num_leases == 0
 
 
+def check_whole(answer: Answer) -> None:
+    """Every segment is a hit."""
+    assert answer.report is not None
+    assert set(answer.report.segments) == {SegmentStatus.HIT}
+
+
 def flip_a_key(pool: SegmentPool, key: Any, stored: StoredSegment) -> None:
     with torch.inference_mode():
         stored.k_LTHD[3, 5, 0, 0] += 1.0
@@ -101,9 +107,7 @@ def test_damaged_kv_is_computed(
         key, prompt.segment(SECOND)
     )
     driver.compile_ids(SegmentContext.FREE, prompt.segment(SECOND))
-    healed = driver.blend(prompt, policy, 0.2)
-    assert healed.report is not None
-    assert set(healed.report.segments) == {SegmentStatus.HIT}
+    check_whole(driver.blend(prompt, policy, 0.2))
 
 
 def test_damaged_leading_segment_is_computed(driver: Driver, prompt: Prompt) -> None:
@@ -139,9 +143,7 @@ def test_load_without_memory_is_computed(
         patch.setattr(ModelPass, step, failing)
         answer = driver.blend(prompt, Policy.SINKS, 0.2, max_tokens=4)
     check_failed(driver, answer, oracle, {SECOND})
-    again = driver.blend(prompt, Policy.SINKS, 0.2)
-    assert again.report is not None
-    assert set(again.report.segments) == {SegmentStatus.HIT}
+    check_whole(driver.blend(prompt, Policy.SINKS, 0.2))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("a bug")])
@@ -167,9 +169,7 @@ def test_pass_that_raises_is_repeated_without_stored_kv(
         patch.setattr(ModelPass, step, failing_once)
         answer = driver.blend(prompt, Policy.HKVD, 0.2, max_tokens=4)
     check_failed(driver, answer, oracle, {LEADING, FIRST, SECOND, THIRD})
-    again = driver.blend(prompt, Policy.HKVD, 0.2)
-    assert again.report is not None
-    assert set(again.report.segments) == {SegmentStatus.HIT}
+    check_whole(driver.blend(prompt, Policy.HKVD, 0.2))
 
 
 def test_slow_load_changes_nothing(

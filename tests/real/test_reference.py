@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.real.driver import Driver, Prompt
+from tests.real.mutations import rotated_by_one_more, without_rotation
 from tests.real.reference_model import ReferenceModel
 from tests.real.texts import fact_document, question
 from torch import Tensor
@@ -113,17 +114,7 @@ def test_pass_equals_the_reference(
     assert _largest_error(driver, reference, prompt) < TOLERANCE
 
 
-def _without_rotation(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return k
-
-
-def _rotated_by_one_more(k: Tensor, deltas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    from blend_kernels import rotate_keys
-
-    return rotate_keys(k, deltas + 1, *args, **kwargs)
-
-
-@pytest.mark.parametrize("mutation", [_without_rotation, _rotated_by_one_more])
+@pytest.mark.parametrize("mutation", [without_rotation, rotated_by_one_more])
 def test_wrong_rotation_is_caught(
     driver: Driver,
     reference: ReferenceModel,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.real.driver import Driver
+from tests.real.mutations import rotated_by_one_more, without_rotation
 
 from blend_engine import model_pass
 from blend_engine.attached import UnsupportedModel
@@ -34,16 +35,11 @@ def write_values_as_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_rotation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(model_pass, "rotate_keys", lambda k, *arguments, **options: k)
+    patch.setattr(model_pass, "rotate_keys", without_rotation)
 
 
 def rotate_by_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    original = model_pass.rotate_keys
-    patch.setattr(
-        model_pass,
-        "rotate_keys",
-        lambda k, deltas, table, **options: original(k, deltas + 1, table, **options),
-    )
+    patch.setattr(model_pass, "rotate_keys", rotated_by_one_more)
 
 
 def pair_neighbours(patch: pytest.MonkeyPatch) -> None:

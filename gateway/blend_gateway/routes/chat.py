@@ -94,7 +94,7 @@ def _headers(call: ChatCall, answer: Completion | EventStream) -> dict[str, str]
     headers = {}
     if call.warning is not None:
         headers[WARNING_HEADER] = call.warning
-    if call.num_documents and call.blend.report is not False:
+    if call.num_documents and call.blend.reports:
         headers |= answer.outcome.headers
     if isinstance(answer, EventStream):
         headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}

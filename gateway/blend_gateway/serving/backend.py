@@ -146,7 +146,7 @@ class VllmBackend:
         body = response.model_dump(mode="json")
         for name in _INTERNAL_RESPONSE_FIELDS:
             body.pop(name, None)
-        outcome.add_to(body, reports=exchange.call.blend.report is not False)
+        outcome.add_to(body, reports=exchange.call.blend.reports)
         return Completion(body=body, outcome=outcome)
 
     async def _event_stream(
@@ -171,7 +171,7 @@ class VllmBackend:
                 first,
                 events,
                 exchange.outcome,
-                reports=exchange.call.blend.report is not False,
+                reports=exchange.call.blend.reports,
                 error_of=error_of,
             ),
             outcome=exchange.outcome,
