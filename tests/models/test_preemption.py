@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.models.engine import Served, serving
 from tests.models.families import BLENDED
-from tests.real.driver import TENANT, Prompt
+from tests.real.driver import Prompt, blend_params
 
-from blend_engine.protocol import BlendParams, Policy
+from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext, SegmentSpan
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 36
@@ -43,14 +43,7 @@ def generate(served: Served, prompts: list[Prompt]) -> list[list[int]]:
 
     sampling: list[Any] = []
     for each in prompts:
-        params = BlendParams(
-            plan_id=uuid.uuid4().hex,
-            tenant=TENANT,
-            segments=each.spans,
-            policy=Policy.SINKS,
-            recompute_ratio=0.2,
-            approximate_salt=True,
-        )
+        params = blend_params(each, Policy.SINKS, 0.2)
         sampling.append(
             SamplingParams(
                 max_tokens=NEW_TOKENS,

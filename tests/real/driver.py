@@ -40,6 +40,21 @@ class Answer:
     report: BlendReport | None
 
 
+def blend_params(
+    prompt: Prompt, policy: Policy, ratio: float, *, check_layer: int = 1
+) -> BlendParams:
+    """What asks for reuse of a prompt's segments."""
+    return BlendParams(
+        plan_id=uuid.uuid4().hex,
+        tenant=TENANT,
+        segments=prompt.spans,
+        policy=policy,
+        recompute_ratio=ratio,
+        check_layer=check_layer,
+        approximate_salt=True,
+    )
+
+
 class Driver:
     """A loaded engine."""
 
@@ -115,15 +130,7 @@ class Driver:
         salt: str | None = None,
     ) -> Answer:
         """Reuse what is stored of a prompt."""
-        params = BlendParams(
-            plan_id=uuid.uuid4().hex,
-            tenant=TENANT,
-            segments=prompt.spans,
-            policy=policy,
-            recompute_ratio=ratio,
-            check_layer=check_layer,
-            approximate_salt=True,
-        )
+        params = blend_params(prompt, policy, ratio, check_layer=check_layer)
         return self._generate(prompt.ids, params, max_tokens, salt)
 
     def generate_together(

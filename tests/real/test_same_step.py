@@ -4,22 +4,11 @@ write."""
 import uuid
 
 import pytest
-from tests.real.driver import TENANT, Answer, Driver, Prompt, max_logprob_difference
+from tests.real.driver import Answer, Driver, Prompt, blend_params, max_logprob_difference
 from tests.real.texts import fact_document, question
 
 from blend_engine import scheduler
-from blend_engine.protocol import BlendParams, Policy
-
-
-def _params(prompt: Prompt) -> BlendParams:
-    return BlendParams(
-        plan_id=uuid.uuid4().hex,
-        tenant=TENANT,
-        segments=prompt.spans,
-        policy=Policy.SINKS,
-        recompute_ratio=0.2,
-        approximate_salt=True,
-    )
+from blend_engine.protocol import Policy
 
 
 def _plain_then_blended(driver: Driver) -> tuple[list[int], Prompt]:
@@ -39,7 +28,7 @@ def _together(driver: Driver) -> tuple[Answer, Answer]:
     plain, blended = _plain_then_blended(driver)
     salt = uuid.uuid4().hex
     _, together = driver.generate_together(
-        [(plain, None), (blended.ids, _params(blended))], salt=salt
+        [(plain, None), (blended.ids, blend_params(blended, Policy.SINKS, 0.2))], salt=salt
     )
     solo = driver.blend(blended, Policy.SINKS, 0.2)
     return together, solo
@@ -71,7 +60,11 @@ def test_two_blended_requests_of_one_step(driver: Driver) -> None:
     second = driver.prompt(documents, question(44) + " Say it in a few words.")
     salt = uuid.uuid4().hex
     answers = driver.generate_together(
-        [(first.ids, _params(first)), (second.ids, _params(second))], salt=salt
+        [
+            (first.ids, blend_params(first, Policy.SINKS, 0.2)),
+            (second.ids, blend_params(second, Policy.SINKS, 0.2)),
+        ],
+        salt=salt,
     )
     for prompt, together in zip((first, second), answers, strict=True):
         solo = driver.blend(prompt, Policy.SINKS, 0.2)
