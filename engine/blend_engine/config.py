@@ -14,11 +14,14 @@ class BlendConfig:
         store_bytes: Byte budget of the host-memory store, per rank.
         min_segment_tokens: Shorter segments are neither compiled nor looked up.
         compile_queue_depth: Background compiles waiting at most; beyond it a miss stays a miss.
+        pass_budget_tokens: Fresh tokens that passes may compute in one step; a longer pass is
+            spread over steps. None: as many as vLLM's own prefill, `max_num_batched_tokens`.
     """
 
     store_bytes: int = 4 << 30
     min_segment_tokens: int = 32
     compile_queue_depth: int = 256
+    pass_budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Validate.
@@ -30,9 +33,10 @@ class BlendConfig:
             ("store_bytes", 0),
             ("min_segment_tokens", 1),
             ("compile_queue_depth", 1),
+            ("pass_budget_tokens", 2),
         ):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"`{name}` must be >= {least}, got {value!r}")
 
     def to_extra_config(self) -> dict[str, Any]:

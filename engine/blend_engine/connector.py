@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from blend_engine.attached import UnsupportedModel, bytes_per_token
+from blend_engine.budget import PassBudget
 from blend_engine.config import BlendConfig
 from blend_engine.messages import BlendMetadata
 from blend_engine.reporting import BlendStats
@@ -45,10 +46,14 @@ class BlendConnector(KVConnectorBase_V1):
                 # The worker role refuses this model with the reason, so nothing is ever stored;
                 # the engine serves it exactly.
                 token_bytes = 1
+            config = BlendConfig.from_extra_config(transfer.kv_connector_extra_config)
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = BlendScheduler(
-                BlendConfig.from_extra_config(transfer.kv_connector_extra_config),
+                config,
                 block_size=vllm_config.cache_config.block_size,
                 bytes_per_token=token_bytes,
+                num_layers=sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups),
+                budget=PassBudget.of_steps(config.pass_budget_tokens or step_tokens, step_tokens),
             )
         else:
             self._worker = BlendWorker(vllm_config, kv_cache_config)
@@ -95,6 +100,11 @@ class BlendConnector(KVConnectorBase_V1):
     @override
     def wait_for_save(self) -> None:
         """Captures are complete when their pass is."""
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Nothing is sent; received is what an asynchronous pass has filled."""
+        return None, self.worker.take_received() or None
 
     @override
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

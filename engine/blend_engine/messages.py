@@ -42,6 +42,8 @@ class PassOrder:
         recompute_ratio: In [0, 1].
         check_layer: Layer whose deviation HKVD ranks by.
         capture: Set for a compile.
+        piece_tokens: Tokens of one call of the model at most; None where only vLLM's own limit on
+            a step counts.
     """
 
     pass_id: int
@@ -53,14 +55,60 @@ class PassOrder:
     recompute_ratio: float = 0.0
     check_layer: int = 1
     capture: Capture | None = None
+    piece_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSlice:
+    """A step's turn of a pass that is spread over steps.
+
+    Args:
+        pass_id: The pass.
+        request_id: Whom vLLM wakes when it is done.
+        order: What to do, with the first slice.
+    """
+
+    pass_id: int
+    request_id: str
+    order: PassOrder | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancellation:
+    """Stop a pass that is spread over steps; its blocks are free for others once it is said so.
+
+    Args:
+        pass_id: The pass.
+        request_id: Whose blocks it writes.
+        is_started: Whether a slice was ever ordered. One that was and is unknown has just ended.
+    """
+
+    pass_id: int
+    request_id: str
+    is_started: bool
 
 
 @dataclass
 class BlendMetadata(KVConnectorMetadata):
-    """One step's orders: free `freed_keys` first, then run the passes in order."""
+    """One step's orders, in this order: cancel, free, run the passes, advance the slices.
+
+    Args:
+        passes: To be complete before the step's forward.
+        freed_keys: Segments to forget.
+        slices: Passes that go on, as far as `slice_tokens` reach.
+        slice_tokens: Fresh tokens that slices compute together in this step.
+        cancelled: Passes to stop.
+    """
 
     passes: list[PassOrder] = field(default_factory=list)
     freed_keys: list[SegmentKey] = field(default_factory=list)
+    slices: list[PassSlice] = field(default_factory=list)
+    slice_tokens: int = 0
+    cancelled: list[Cancellation] = field(default_factory=list)
+
+
+CANCELLED = "cancelled"
+"""Error of a pass whose request ended before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +123,7 @@ class PassOutcome:
         failed_segments: Indices of hits that were computed after all.
         failed_keys: Segments that are gone or damaged; the others can be loaded another time.
         captured: Whether the capture, if one was ordered, is stored.
-        error: Why a capture failed.
+        error: Why a capture failed, or `CANCELLED`.
     """
 
     pass_id: int

@@ -9,10 +9,10 @@ layers and tokens read fresh KV. A compile is the same call with nothing cached 
 Architecture: CacheBlend (arXiv:2405.16444) section 4, with an exact positional mask.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from blend_engine.plan import Hit
 from blend_engine.pool import StoredSegment
 from blend_engine.selection import hit_positions
 from blend_kernels import key_deviation, rotate_keys
+
+_Result = TypeVar("_Result")
+
+Work = Generator[int, None, _Result]
+"""Work in pieces: it pauses after each, yielding the fresh tokens that the piece has cost."""
 
 _Update = Callable[[Any, Tensor, Tensor, Any, Tensor], None]
 
@@ -72,6 +77,7 @@ class ModelPass:
         vllm_config: The engine's configuration, for vLLM's forward context.
         token_ids: Prompt ids of the covered range's prefix, int32.
         block_ids: The request's blocks.
+        piece_tokens: Tokens of one call of the model at most; what vLLM allows a step by default.
     """
 
     def __init__(
@@ -80,12 +86,15 @@ class ModelPass:
         vllm_config: Any,
         token_ids: NDArray[np.int32],
         block_ids: tuple[int, ...],
+        piece_tokens: int | None = None,
     ) -> None:
         self._attached = attached
         self._vllm_config = vllm_config
         self._token_ids_T = torch.from_numpy(np.ascontiguousarray(token_ids))
         self._table = BlockTable(attached, block_ids)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        if piece_tokens is not None:
+            self._max_tokens = min(self._max_tokens, piece_tokens)
 
     def rotate(self, hit: Hit, stored: StoredSegment) -> LoadedHit:
         """Move a hit's keys from where they were compiled to where they stand now.
@@ -109,7 +118,9 @@ class ModelPass:
                 layer, loaded.k_LTHD[index], loaded.v_LTHD[index], cache_of(layer), slots_T
             )
 
-    def peek(self, positions_T: Tensor, loaded: Sequence[CheckedHit], check_layer: int) -> Tensor:
+    def peek(
+        self, positions_T: Tensor, loaded: Sequence[CheckedHit], check_layer: int
+    ) -> Work[Tensor]:
         """KV deviation of the loaded tokens at the check layer.
 
         Runs layers below `check_layer` on all of `positions_T`, in pieces, and stops each piece
@@ -138,17 +149,19 @@ class ModelPass:
             score_T[in_piece] = key_deviation(fresh_k[rows], cached_k[in_piece]) + key_deviation(
                 fresh_v[rows], cached_v[in_piece]
             )
+            yield len(piece_T) * check_layer // self._attached.num_layers
         return score_T
 
-    def compute(self, positions_T: Tensor, *, max_tokens: int | None = None) -> None:
+    def compute(self, positions_T: Tensor, *, max_tokens: int | None = None) -> Work[None]:
         """Run the whole model on `positions_T`, in position-ordered pieces.
 
         Args:
             positions_T: int64, strictly increasing.
-            max_tokens: Length of a piece at most; what vLLM allows a step by default.
+            max_tokens: A smaller length of a piece.
         """
-        for piece_T in positions_T.split(max_tokens or self._max_tokens):
+        for piece_T in positions_T.split(min(max_tokens or self._max_tokens, self._max_tokens)):
             self._call(piece_T, skip_compiled=False)
+            yield len(piece_T)
 
     def forward(self, positions_T: Tensor) -> Tensor:
         """As `compute`, for positions of one piece at most; returns their last hidden states."""
@@ -174,7 +187,7 @@ class ModelPass:
 
     def compute_and_capture(
         self, positions_T: Tensor, start: int, slabs: tuple[Tensor, Tensor]
-    ) -> StoredSegment:
+    ) -> Work[StoredSegment]:
         """As `compute`, keeping in `slabs` what the layers write from position `start` on.
 
         Args:
@@ -190,6 +203,7 @@ class ModelPass:
             num_kept += len(rows_T)
             with self._capturing(slabs, kept, rows_T):
                 self._call(piece_T, skip_compiled=False)
+            yield len(piece_T)
         assert num_kept == end - start, "a compile must pass every token of its segment"
         return StoredSegment.seal(*slabs, start)
 
@@ -269,6 +283,16 @@ class ModelPass:
                     _replacing_update(self._attached.layers[name].impl, recorder(index))
                 )
             yield
+
+
+def finish(work: Work[_Result]) -> _Result:
+    """Do all of a work at once."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
 
 
 @contextmanager

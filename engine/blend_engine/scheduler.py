@@ -5,15 +5,15 @@ and both end when the workers acknowledge the pass. `get_num_new_matched_tokens`
 number of times and changes nothing but a memo. Nothing here raises on request data.
 """
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from blend_engine.budget import PassBudget, StepSpending, pass_tokens
 from blend_engine.config import BlendConfig
-from blend_engine.hazards import ForwardWrite, fresh_ranges
+from blend_engine.flights import AdmittedPass, Flight, Flights
 from blend_engine.index import SegmentIndex
-from blend_engine.messages import BlendAck, BlendMetadata, Capture, PassOrder, PassOutcome
+from blend_engine.messages import CANCELLED, BlendAck, BlendMetadata, Capture, PassOutcome
 from blend_engine.plan import Plan, make_plan
 from blend_engine.protocol import (
     BlendParams,
@@ -37,31 +37,9 @@ from blend_engine.tracking import (
 
 
 @dataclass(slots=True)
-class _Admitted:
-    """A pass of the step being built."""
-
-    request_id: str
-    tracked: TrackedRequest
-    plan: Plan
-    block_ids: tuple[int, ...]
-    statuses: tuple[SegmentStatus, ...]
-    leased: tuple[SegmentKey, ...] = ()
-    capture: Capture | None = None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A pass that the workers have not acknowledged yet, and the local hit that it relies on."""
-
-    admitted: _Admitted
-    local_tokens: int
-
-
-@dataclass(slots=True)
 class _Counters:
     load_failures: int = 0
     loaded_tokens: int = 0
-    pass_ids: Any = field(default_factory=itertools.count)
 
 
 class BlendScheduler:
@@ -71,17 +49,28 @@ class BlendScheduler:
         config: The connector's settings.
         block_size: Tokens per block of vLLM's cache.
         bytes_per_token: KV bytes of one token over all layers on one rank.
+        num_layers: Attention layers of the model.
+        budget: What passes may add to a step.
     """
 
-    def __init__(self, config: BlendConfig, *, block_size: int, bytes_per_token: int) -> None:
+    def __init__(
+        self,
+        config: BlendConfig,
+        *,
+        block_size: int,
+        bytes_per_token: int,
+        num_layers: int,
+        budget: PassBudget,
+    ) -> None:
         self._config = config
-        self._block_size = block_size
+        self._num_layers = num_layers
         self._index = SegmentIndex(budget_bytes=config.store_bytes, bytes_per_token=bytes_per_token)
         self._bytes_per_token = bytes_per_token
         self._requests = RequestTracker()
         self._blocks = BlockFollower()
-        self._admitted: list[_Admitted] = []
-        self._in_flight: dict[int, _InFlight] = {}
+        self._spending = StepSpending(budget)
+        self._admitted: list[AdmittedPass] = []
+        self._flights = Flights(block_size=block_size, piece_tokens=budget.piece_tokens)
         self._outbox = Outbox()
         self._counters = _Counters()
         self._ready = False
@@ -92,14 +81,24 @@ class BlendScheduler:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed: int
     ) -> tuple[int | None, bool]:
-        """How many tokens after `num_computed` a pass would cover; None defers the request."""
+        """How many tokens after `num_computed` a pass would cover, and whether over several steps.
+
+        None defers the request to a later step.
+        """
         tracked = self._requests.track(request)
         if tracked is None:
             return 0, False
         if isinstance(tracked.params, DropParams):
             return (None if self._in_use(tracked.params.keys) else 0), False
-        tracked.plan = self._plan(tracked, request, num_computed)
-        return tracked.plan.num_external_tokens, False
+        plan = tracked.plan = self._plan(tracked, request, num_computed)
+        if not plan.num_external_tokens:
+            return 0, False
+        tokens = self._tokens_of(tracked, plan)
+        tracked.is_large = self._spending.is_large(tokens)
+        if tracked.is_large:
+            has_room = self._has_room(is_compile=isinstance(tracked.params, CompileParams))
+            return (plan.num_external_tokens, True) if has_room else (None, False)
+        return (plan.num_external_tokens if self._spending.fits(tokens) else None), False
 
     def update_state_after_alloc(
         self, request: Any, block_ids: Sequence[int], num_external_tokens: int
@@ -111,33 +110,36 @@ class BlendScheduler:
         if isinstance(tracked.params, DropParams):
             self._drop(tracked.params)
             return
+        was_awaited, tracked.is_awaited = tracked.is_awaited, False
         plan = tracked.plan
         if plan is None or num_external_tokens == 0:
+            if was_awaited:
+                return
             self._report_unplanned(tracked, plan, may_reuse(request))
             return
         if num_external_tokens != plan.num_external_tokens:
             # vLLM may round an external count down to whole blocks; the rest is its own to compute.
             plan = self._replan(tracked, plan, plan.num_computed + num_external_tokens)
-        self._admitted.append(
-            _Admitted(
-                request_id=request.request_id,
-                tracked=tracked,
-                plan=plan,
-                block_ids=tuple(block_ids),
-                statuses=loaded_statuses(tracked, plan),
-                leased=self._lease(plan),
-                capture=self._reserve(tracked, plan),
-            )
-        )
+        self._admit(request.request_id, tracked, plan, tuple(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
         """The step's orders."""
         self._blocks.follow(scheduler_output)
         admitted, self._admitted = self._admitted, []
         writes = self._blocks.forward_writes(scheduler_output) if admitted else {}
-        metadata = BlendMetadata(freed_keys=self._index.take_evicted())
+        left = self._spending.end_step()
+        # Taken before this step's passes are launched: those admitted now begin in the next one.
+        slices = self._flights.slices()
+        metadata = BlendMetadata(
+            freed_keys=self._index.take_evicted(),
+            cancelled=self._flights.take_cancelled(),
+            slices=slices,
+            slice_tokens=left if slices else 0,
+        )
         for item in admitted:
-            metadata.passes.append(self._order(item, writes))
+            order = self._flights.launch(item, writes)
+            if order is not None:
+                metadata.passes.append(order)
         for key in metadata.freed_keys:
             self._outbox.events.append(StoreEvent(kind=StoreEventKind.EVICTED, key=key))
         return metadata
@@ -152,12 +154,13 @@ class BlendScheduler:
             self._outbox.unsupported_reason = ack.unsupported_reason
             self._outbox.announce = True
         for outcome in ack.outcomes:
-            flight = self._in_flight.pop(outcome.pass_id, None)
+            flight = self._flights.land(outcome.pass_id)
             if flight is not None:
                 self._settle(flight, outcome)
 
     def request_finished(self, request: Any) -> None:
         """Forget the request; its passes settle with their acknowledgement."""
+        self._flights.cancel(request.request_id)
         self._requests.forget(request.request_id)
         self._blocks.forget(request.request_id)
 
@@ -212,6 +215,37 @@ class BlendScheduler:
             num_computed=plan.num_computed,
             prompt_len=len(tracked.prompt),
             covered_end=covered_end,
+        )
+
+    def _tokens_of(self, tracked: TrackedRequest, plan: Plan) -> int:
+        assert not isinstance(tracked.params, DropParams)
+        return pass_tokens(plan, tracked.params, self._num_layers)
+
+    def _has_room(self, *, is_compile: bool) -> bool:
+        """Whether another large pass may start, counting those admitted in this very step."""
+        is_taken = any(
+            item.is_asynchronous and item.is_compile == is_compile for item in self._admitted
+        )
+        return not is_taken and self._flights.has_room(is_compile=is_compile)
+
+    def _admit(
+        self, request_id: str, tracked: TrackedRequest, plan: Plan, block_ids: tuple[int, ...]
+    ) -> None:
+        if tracked.is_large:
+            tracked.is_awaited = True
+        else:
+            self._spending.take(self._tokens_of(tracked, plan))
+        self._admitted.append(
+            AdmittedPass(
+                request_id=request_id,
+                tracked=tracked,
+                plan=plan,
+                block_ids=block_ids,
+                statuses=loaded_statuses(tracked, plan),
+                leased=self._lease(plan),
+                capture=self._reserve(tracked, plan),
+                is_asynchronous=tracked.is_large,
+            )
         )
 
     def _resident_keys(self, tracked: TrackedRequest) -> list[SegmentKey | None]:
@@ -306,7 +340,7 @@ class BlendScheduler:
         return Capture(key=key, start=span.start, end=span.end)
 
     def _in_use(self, keys: Sequence[SegmentKey]) -> bool:
-        leased = {key for flight in self._in_flight.values() for key in flight.admitted.leased}
+        leased = self._flights.leased_keys()
         leased.update(key for item in self._admitted for key in item.leased)
         return any(key in leased or self._index.is_reserved(key) for key in keys)
 
@@ -317,46 +351,9 @@ class BlendScheduler:
                 StoreEvent(kind=StoreEventKind.DROPPED, key=key, plan_id=params.plan_id)
             )
 
-    # One step.
+    # One pass.
 
-    def _order(self, item: _Admitted, writes: dict[str, ForwardWrite]) -> PassOrder:
-        params, plan = item.tracked.params, item.plan
-        if isinstance(params, CompileParams):
-            # Canonical KV comes from one computation; cached blocks would leave holes in the
-            # capture.
-            fresh: tuple[tuple[int, int], ...] = (
-                ((0, plan.num_computed),) if plan.num_computed else ()
-            )
-        else:
-            fresh = fresh_ranges(
-                item.block_ids,
-                num_computed=plan.num_computed,
-                block_size=self._block_size,
-                writes=[write for key, write in writes.items() if key != item.request_id],
-            )
-        pass_id = next(self._counters.pass_ids)
-        self._in_flight[pass_id] = _InFlight(
-            admitted=item,
-            local_tokens=plan.num_computed - sum(end - start for start, end in fresh),
-        )
-        selection: dict[str, Any] = {}
-        if isinstance(params, BlendParams):
-            selection = {
-                "policy": params.policy,
-                "recompute_ratio": params.recompute_ratio,
-                "check_layer": params.check_layer,
-            }
-        return PassOrder(
-            pass_id=pass_id,
-            token_ids=item.tracked.prompt[: plan.covered_end],
-            block_ids=item.block_ids,
-            plan=plan,
-            fresh_ranges=fresh,
-            capture=item.capture,
-            **selection,
-        )
-
-    def _settle(self, flight: _InFlight, outcome: PassOutcome) -> None:
+    def _settle(self, flight: Flight, outcome: PassOutcome) -> None:
         item = flight.admitted
         for key in item.leased:
             self._index.release(key)
@@ -369,7 +366,11 @@ class BlendScheduler:
         tracked = item.tracked
         if item.capture is not None:
             self._settle_capture(tracked, item.capture, outcome)
-        elif isinstance(tracked.params, BlendParams) and not tracked.reported:
+        elif (
+            isinstance(tracked.params, BlendParams)
+            and not tracked.reported
+            and outcome.error != CANCELLED
+        ):
             tracked.reported = True
             self._outbox.reports.append(
                 make_report(

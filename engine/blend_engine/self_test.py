@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blend_engine.attached import AttachedModel, UnsupportedModel
-from blend_engine.model_pass import ModelPass
+from blend_engine.model_pass import ModelPass, finish
 from blend_engine.plan import Hit
 from blend_engine.pool import StoredSegment
 from blend_engine.segments import SegmentContext, segment_key
@@ -72,7 +72,7 @@ def check_model(attached: AttachedModel, vllm_config: Any, num_blocks: int) -> N
 
 def _capture(model_pass: ModelPass, num_tokens: int) -> StoredSegment:
     slabs = model_pass.allocate(num_tokens)
-    return model_pass.compute_and_capture(torch.arange(num_tokens), 0, slabs)
+    return finish(model_pass.compute_and_capture(torch.arange(num_tokens), 0, slabs))
 
 
 def _check_loaded(

@@ -33,7 +33,10 @@ class TrackedRequest:
         keys: Their keys.
         plan: The latest answer to `get_num_new_matched_tokens`; final at allocation.
         statuses: Per segment, as of that answer.
+        is_large: Whether that answer's pass is spread over steps.
         reported: Whether its report is out; a resumed request does not report twice.
+        is_awaited: Whether an asynchronous pass was admitted that vLLM still has to take up: it
+            tells of that with one more allocation, of no external tokens.
     """
 
     params: RequestParams
@@ -42,7 +45,9 @@ class TrackedRequest:
     keys: tuple[SegmentKey, ...]
     plan: Plan | None = None
     statuses: tuple[SegmentStatus, ...] = ()
+    is_large: bool = False
     reported: bool = False
+    is_awaited: bool = False
 
     def token_ids(self, index: int) -> TokenArray:
         """A segment's own ids."""

@@ -50,6 +50,7 @@ _FLAG_OF = {
     "store_bytes": "--blend-store-gib",
     "min_segment_tokens": "--blend-min-segment-tokens",
     "compile_queue_depth": "--blend-compile-queue-depth",
+    "pass_budget_tokens": "--blend-pass-budget-tokens",
 }
 """Settings by the names that their errors use."""
 
@@ -116,6 +117,7 @@ def parse_serve(
             store_bytes=round(args.blend_store_gib * _GIB),
             min_segment_tokens=args.blend_min_segment_tokens,
             compile_queue_depth=args.blend_compile_queue_depth,
+            pass_budget_tokens=args.blend_pass_budget_tokens,
         )
     except ValueError as error:
         message = str(error)
@@ -198,6 +200,13 @@ def _add_blend_flags(parser: FlexibleArgumentParser) -> None:
         type=int,
         default=_BLEND_DEFAULTS.compile_queue_depth,
         help="Compiles waiting at most; beyond it a miss stays a miss.",
+    )
+    group.add_argument(
+        "--blend-pass-budget-tokens",
+        type=int,
+        default=_BLEND_DEFAULTS.pass_budget_tokens,
+        help="Tokens that blending may compute in one step; longer work is spread over steps. "
+        "Default: --max-num-batched-tokens.",
     )
 
 

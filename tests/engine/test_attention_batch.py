@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context
 
 from blend_engine.attention_batch import BlockTable, build_metadata
-from blend_engine.model_pass import ModelPass
+from blend_engine.model_pass import ModelPass, finish
 
 pytestmark = pytest.mark.vllm
 
@@ -60,5 +60,5 @@ def test_a_pass_runs_outside_captured_graphs(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(get_forward_context())
 
     run = ModelPass(attached_of(model=model), VllmConfig(), torch.arange(8).int().numpy(), (1, 2))
-    run.compute(torch.tensor([0, 5]))
+    finish(run.compute(torch.tensor([0, 5])))
     assert [context.cudagraph_runtime_mode for context in seen] == [CUDAGraphMode.NONE]

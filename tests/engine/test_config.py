@@ -13,6 +13,7 @@ CONFIGS = st.builds(
     store_bytes=st.integers(0, 2**50),
     min_segment_tokens=st.integers(1, 2**20),
     compile_queue_depth=st.integers(1, 2**20),
+    pass_budget_tokens=st.none() | st.integers(2, 2**20),
 )
 
 
@@ -30,6 +31,7 @@ def test_settings_are_a_known_list():
         "store_bytes": 4 << 30,
         "min_segment_tokens": 32,
         "compile_queue_depth": 256,
+        "pass_budget_tokens": None,
     }
 
 
@@ -54,7 +56,12 @@ def test_unknown_setting_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("store_bytes", 0), ("min_segment_tokens", 1), ("compile_queue_depth", 1)],
+    [
+        ("store_bytes", 0),
+        ("min_segment_tokens", 1),
+        ("compile_queue_depth", 1),
+        ("pass_budget_tokens", 2),
+    ],
 )
 def test_number_out_of_range_is_refused_by_name(name, least):
     """The least value is accepted, one below it is refused, also on its way through vLLM."""

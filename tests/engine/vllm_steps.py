@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from blend_engine.budget import PassBudget
 from blend_engine.config import BlendConfig
 from blend_engine.messages import BlendAck, BlendMetadata, PassOrder, PassOutcome
 from blend_engine.protocol import (
@@ -27,6 +28,7 @@ from blend_engine.selection import blended_hits, select_sinks
 
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 2
+NUM_LAYERS = 4
 MIN_SEGMENT_TOKENS = 4
 TENANT = "acme"
 QUESTION = (901, 902, 903)
@@ -127,15 +129,20 @@ class Steps:
     Args:
         store_tokens: Tokens that the store has room for.
         is_ready: Whether the workers have said already that they hold the model.
+        budget_tokens: Fresh tokens that passes may compute in a step.
     """
 
-    def __init__(self, *, store_tokens: int = 1000, is_ready: bool = True) -> None:
+    def __init__(
+        self, *, store_tokens: int = 1000, is_ready: bool = True, budget_tokens: int = 1000
+    ) -> None:
         self.scheduler = BlendScheduler(
             BlendConfig(
                 store_bytes=store_tokens * BYTES_PER_TOKEN, min_segment_tokens=MIN_SEGMENT_TOKENS
             ),
             block_size=BLOCK_SIZE,
             bytes_per_token=BYTES_PER_TOKEN,
+            num_layers=NUM_LAYERS,
+            budget=PassBudget.of_steps(budget_tokens, budget_tokens),
         )
         self.worker = Worker()
         self.reports: list[BlendReport] = []

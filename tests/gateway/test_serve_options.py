@@ -117,12 +117,13 @@ def test_our_flags() -> None:
         *("m", "--host", "::", "--port", "81", "--blend-policy", "hkvd", "--blend-ratio", "0.2"),
         *("--blend-check-layer", "2", "--blend-store-gib", "0.5"),
         *("--blend-min-segment-tokens", "8", "--blend-compile-queue-depth", "3"),
+        *("--blend-pass-budget-tokens", "512"),
     )
     settings, config = command.settings, command.blend_config
     assert (settings.host, settings.port, settings.policy) == ("::", 81, Policy.HKVD)
     assert (settings.recompute_ratio, settings.check_layer) == (0.2, 2)
     assert (config.store_bytes, config.min_segment_tokens) == (GIB // 2, 8)
-    assert config.compile_queue_depth == 3
+    assert (config.compile_queue_depth, config.pass_budget_tokens) == (3, 512)
 
 
 def test_chat_flags_reach_the_serving_classes() -> None:

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 MAX_MODEL_LEN = 768
+CONFIG = BlendConfig(min_segment_tokens=1, store_bytes=1 << 28)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Served:
 
 
 @contextmanager
-def serving(family: Family, folder: Path) -> Iterator[Served]:
+def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Iterator[Served]:
     """Write the model, serve it, shut it down."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -59,9 +60,7 @@ def serving(family: Family, folder: Path) -> Iterator[Served]:
             max_logprobs=-1,
             seed=0,
             **family.engine,
-            **blend_llm_kwargs(
-                BlendConfig(min_segment_tokens=1, store_bytes=1 << 28), is_hybrid=family.is_hybrid
-            ),
+            **blend_llm_kwargs(config, is_hybrid=family.is_hybrid),
         )
         try:
             refusal = attach(llm)

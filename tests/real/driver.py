@@ -133,6 +133,10 @@ class Driver:
         params = blend_params(prompt, policy, ratio, check_layer=check_layer)
         return self._generate(prompt.ids, params, max_tokens, salt)
 
+    def report(self, plan_id: str) -> BlendReport | None:
+        """What the scheduler role reported on a plan."""
+        return self._reports.get(plan_id)
+
     def generate_together(
         self, requests: Sequence[tuple[list[int], BlendParams | None]], *, salt: str
     ) -> list[Answer]:
