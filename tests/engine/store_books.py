@@ -5,14 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.engine.traced_memory import PassTrace
-from tests.engine.vllm_model import BuiltStep, Live, Step, VllmModel
+from tests.engine.vllm_model import BuiltStep, VllmModel
+from tests.engine.vllm_state import Admitted, Ended, Live, Step
 
-from blend_engine.messages import PassOrder, PassOutcome
+from blend_engine import tracking
+from blend_engine.messages import CANCELLED, PassOrder
 from blend_engine.mirror import EngineMirror
 from blend_engine.protocol import (
     BlendParams,
     BlendReport,
     CompileParams,
+    DropParams,
     SegmentStatus,
     StoreEvent,
     StoreEventKind,
@@ -31,7 +34,6 @@ class Account:
     recomputed: int = 0
     computed: int
     loaded: int = 0
-    local: int = 0
     hits: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()
 
@@ -45,59 +47,86 @@ class StoreBooks:
 
     def __init__(self, engine: VllmModel) -> None:
         self._engine = engine
+        self._index = engine.scheduler._index
         self._accounts: dict[str, Account] = {}
         self._reported: set[str] = set()
-        self._compiled: set[str] = set()
+        self._compiling: dict[SegmentKey, Live] = {}
         self._joined: set[str] = set()
         self._ends: Counter[str] = Counter()
+        self._compiled: set[str] = set()
         self._mirror = EngineMirror()
         self._heard_keys: set[SegmentKey] = set()
+        self._lost: dict[int, set[int]] = {}
+        self.lost: set[int] = set()
+
+    @property
+    def num_joined(self) -> int:
+        return len(self._joined)
 
     def leased_keys(self) -> list[SegmentKey]:
         """One per lease that a pass under way should hold."""
-        orders = [order for step in self._engine.unheard for _, order, _ in step.orders]
+        orders = [order for _, order in self._engine.open.values()]
+        # An asynchronous pass is under way a step before its first order leaves.
+        flights = self._engine.scheduler._flights._flights
+        orders += [flight.order for key, flight in flights.items() if not flight.is_started]
         return [hit.key for order in orders for hit in order.plan.hits]
 
     # A step that was run.
 
     def enter(self, built: BuiltStep) -> None:
-        step = self._engine.unheard[-1]
-        outcomes = {outcome.pass_id: outcome for outcome in step.ack.outcomes}
-        assert set(outcomes) == {order.pass_id for _, order, _ in built.orders}
-        ordered = {live for live, _, _ in built.orders}
-        for live, num_external in built.admitted:
-            assert (live in ordered) == (num_external > 0)
-            if live not in ordered:
-                self._enter_unplanned(live)
-        for live, order, trace in built.orders:
+        for place, admitted in enumerate(built.admitted):
+            params = _params(admitted.live)
+            if isinstance(params, DropParams):
+                self._check_drop(params, built, place)
+            elif isinstance(params, CompileParams):
+                self._enter_compile(params, admitted)
+            elif isinstance(params, BlendParams) and not admitted.num_external:
+                self._accounts.setdefault(params.plan_id, _unplanned(admitted.live))
+        brought = {each.live for each in built.admitted if each.num_external and not each.is_async}
+        assert brought <= {live for live, _ in built.orders}, "a range that no pass fills"
+        for live, order in built.orders:
             self._check_plan(live, order)
-            self._check_writes(built, live, order, trace)
-            self._check_failures(order, outcomes[order.pass_id], trace)
-            self._enter_capture(built, live, order)
+        assert len({ended.outcome.pass_id for ended in built.ended}) == len(built.ended)
+        for ended in built.ended:
+            self._check_writes(built, ended)
+            self._check_failures(ended)
 
-    def _enter_unplanned(self, live: Live) -> None:
-        params = parse_request_params(live.request.kv_transfer_params)
-        if isinstance(params, BlendParams):
-            self._accounts.setdefault(
-                params.plan_id,
-                Account(
-                    prefix=live.num_local,
-                    local=live.num_local,
-                    computed=live.num_prompt - live.num_local,
-                ),
-            )
-        elif isinstance(params, CompileParams):
-            self._compiled.add(params.plan_id)
+    def _check_drop(self, params: DropParams, built: BuiltStep, place: int) -> None:
+        """What is dropped is in nobody's use; a compile behind the drop may bring it back."""
+        later = {each.live for each in built.admitted[place + 1 :]}
+        for key in params.keys:
+            # Compiles of this step that were admitted before the drop are in the books already.
+            assert key not in self._compiling or self._compiling[key] in later
+            users = [
+                live
+                for live, order in self._engine.open.values()
+                if any(hit.key == key for hit in order.plan.hits)
+            ]
+            assert not users, "dropped while in use"
+
+    def _enter_compile(self, params: CompileParams, admitted: Admitted) -> None:
+        """One that makes KV tells how that went; so does one of which nothing will come."""
+        live = admitted.live
+        self._compiled.add(params.plan_id)
+        covered_end = live.num_local + admitted.num_external
+        if not admitted.num_external or covered_end < params.segment.end:
+            return
+        prompt = live.request.prompt_token_ids or []
+        token_ids = prompt[params.segment.start : params.segment.end]
+        key = tracking.segment_key(params.tenant, params.segment.context, token_ids)
+        if key in self._compiling:
+            self._joined.add(params.plan_id)
+        elif self._index.is_reserved(key):
+            self._compiling[key] = live
 
     def _check_plan(self, live: Live, order: PassOrder) -> None:
         """Local hit, hits, gaps and rest tile the prompt; hits are of the segments named."""
-        plan = order.plan
+        plan, params = order.plan, _params(live)
         prompt = live.request.prompt_token_ids or []
-        assert order.block_ids == tuple(live.block_ids[: len(order.block_ids)])
+        assert order.block_ids == tuple(live.block_ids)
         assert order.token_ids.tolist() == prompt[: plan.covered_end]
         assert plan.num_computed == live.num_local < plan.covered_end < len(prompt)
         last_end = plan.num_computed
-        params = parse_request_params(live.request.kv_transfer_params)
         for hit in plan.hits:
             assert isinstance(params, BlendParams)
             span = params.segments[hit.segment_index]
@@ -107,68 +136,57 @@ class StoreBooks:
             assert hit.offset == hit.start - span.start
             assert (hit.segment_tokens, hit.context) == (span.num_tokens, span.context)
             last_end = hit.end
+        if order.capture is not None:
+            assert isinstance(params, CompileParams)
+            span = params.segment
+            assert (order.capture.start, order.capture.end) == (span.start, span.end)
 
-    def _check_writes(
-        self, built: BuiltStep, live: Live, order: PassOrder, trace: PassTrace
-    ) -> None:
+    def _check_writes(self, built: BuiltStep, ended: Ended) -> None:
         """A pass fills its range, once, and in blocks of others only what they fill after it."""
-        memory, plan = self._engine.memory, order.plan
+        order, trace = ended.order, ended.trace
+        if order is None:
+            return
+        plan = order.plan
         own = set(range(plan.num_computed, plan.covered_end))
         fresh = _positions(order.fresh_ranges)
         assert fresh <= set(range(plan.num_computed))
-        assert trace.written == own | fresh
+        assert trace.foreign <= fresh, "a pass writes blocks of others"
         assert not trace.exact & trace.blended
         assert not trace.exact & trace.computed
+        if ended.outcome.error == CANCELLED:
+            assert trace.written <= own | fresh
+            return
+        assert trace.written == own | fresh
+        memory = self._engine.memory
         written = {memory.slot(order.block_ids, position) for position in own}
-        shared = {memory.slot(order.block_ids, position) for position in fresh}
-        by_forward: set[int] = set()
-        for other, rows in built.batch.items():
+        by_others: set[int] = set()
+        for live, rows in built.batch.items():
             slots = {memory.slot(rows.block_ids, at) for at in range(rows.start, rows.end)}
             assert not slots & written, "a slot was written by a pass and by the forward"
-            if other is not live:
-                by_forward |= slots
-        if order.capture is None and isinstance(_params(live), BlendParams):
-            assert shared <= by_forward, "fresh although nobody writes it"
+            if live is not ended.live:
+                by_others |= slots
+        if isinstance(_params(ended.live), BlendParams):
+            shared = {memory.slot(order.block_ids, position) for position in fresh}
+            assert shared <= by_others, "fresh although nobody writes it"
 
-    def _check_failures(self, order: PassOrder, outcome: PassOutcome, trace: PassTrace) -> None:
+    def _check_failures(self, ended: Ended) -> None:
         """KV that is leased can be loaded, unless something was broken on purpose."""
-        memory = self._engine.memory
+        order, outcome, trace = ended.order, ended.outcome, ended.trace
+        if order is None or outcome.error == CANCELLED:
+            return
         lost = set(outcome.failed_keys)
-        assert lost == {hit.key for hit in order.plan.hits if memory.is_damaged(hit.key)}
-        failed = {hit.segment_index for hit in order.plan.hits} & set(outcome.failed_segments)
-        assert trace.is_faulted or failed == {
-            hit.segment_index for hit in order.plan.hits if hit.key in lost
-        }
+        assert all(map(self._engine.memory.is_damaged, lost))
+        self._lost[outcome.pass_id] = {self._engine.memory.version(key) for key in lost}
+        failed = {hit.segment_index for hit in order.plan.hits if hit.key in lost}
+        assert trace.is_faulted or failed == set(outcome.failed_segments)
         if order.capture is not None:
             assert outcome.captured != trace.is_faulted
-
-    def _enter_capture(self, built: BuiltStep, live: Live, order: PassOrder) -> None:
-        params = _params(live)
-        if not isinstance(params, CompileParams):
-            assert order.capture is None
-            return
-        self._compiled.add(params.plan_id)
-        if order.capture is not None:
-            assert (order.capture.start, order.capture.end) == (
-                params.segment.start,
-                params.segment.end,
-            )
-            return
-        others = [*self._engine.unheard]
-        if any(
-            theirs.capture is not None and theirs.pass_id != order.pass_id
-            for step in others
-            for _, theirs, _ in step.orders
-        ):
-            self._joined.add(params.plan_id)
 
     # A step that the scheduler has heard of.
 
     def enter_heard(self, step: Step, stats: BlendStats | None) -> None:
-        for live, order, trace in step.orders:
-            params = _params(live)
-            if isinstance(params, BlendParams):
-                self._accounts.setdefault(params.plan_id, _account(live, order, trace))
+        for ended in step.ended:
+            self._close_pass(ended)
         if stats is None:
             return
         self._mirror.observe(stats.data)
@@ -179,6 +197,17 @@ class StoreBooks:
             if event.kind in (StoreEventKind.STORED, StoreEventKind.FAILED):
                 assert event.plan_id is not None
                 self._ends[event.plan_id] += 1
+                assert self._ends[event.plan_id] == 1, "a compile has ended twice"
+
+    def _close_pass(self, ended: Ended) -> None:
+        self.lost |= self._lost.pop(ended.outcome.pass_id, set())
+        params = _params(ended.live)
+        for key in [key for key, live in self._compiling.items() if live is ended.live]:
+            del self._compiling[key]
+        if isinstance(params, BlendParams) and ended.outcome.error != CANCELLED:
+            assert ended.order is not None
+            account = _account(ended.live, ended.order, ended.trace)
+            self._accounts.setdefault(params.plan_id, account)
 
     def _check_report(self, report: BlendReport) -> None:
         assert report.plan_id not in self._reported, "a plan was reported twice"
@@ -198,9 +227,7 @@ class StoreBooks:
     def close(self, *, resident: Iterable[SegmentKey]) -> None:
         """Nothing is served any more: all that was begun has been told, once."""
         assert self._reported == set(self._accounts)
-        for plan_id in self._compiled:
-            is_joined = plan_id in self._joined
-            assert self._ends[plan_id] == 1 or (is_joined and not self._ends[plan_id])
+        assert {plan for plan in self._compiled if not self._ends[plan]} == self._joined
         believed = {key for key in self._heard_keys if self._mirror.is_resident(key)}
         assert believed == set(resident), "the front end believes something else"
 
@@ -211,6 +238,10 @@ def _params(live: Live) -> object:
 
 def _positions(ranges: Iterable[tuple[int, int]]) -> set[int]:
     return {position for start, end in ranges for position in range(start, end)}
+
+
+def _unplanned(live: Live) -> Account:
+    return Account(prefix=live.num_local, computed=live.num_prompt - live.num_local)
 
 
 def _account(live: Live, order: PassOrder, trace: PassTrace) -> Account:
@@ -224,7 +255,6 @@ def _account(live: Live, order: PassOrder, trace: PassTrace) -> Account:
         recomputed=len(trace.blended & trace.computed),
         computed=len(trace.computed - trace.blended) + by_forward,
         loaded=len(loaded),
-        local=local,
         hits=frozenset(index for index, loaded in is_loaded.items() if loaded),
         failed=frozenset(index for index, loaded in is_loaded.items() if not loaded),
     )

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 pytest.importorskip("vllm")
 
 from tests.engine.store_books import StoreBooks
-from tests.engine.traced_memory import TracedMemory, TracedPass, pool_segments
-from tests.engine.vllm_model import Live, VllmModel
+from tests.engine.traced_memory import TracedMemory, TracedPass, pool_segments, version_of
+from tests.engine.vllm_model import VllmModel
+from tests.engine.vllm_state import Live
 from tests.engine.vllm_steps import (
     MIN_SEGMENT_TOKENS,
     QUESTION,
@@ -28,7 +29,8 @@ from tests.engine.vllm_steps import (
     drop_request,
 )
 
-from blend_engine import tracking, worker as worker_module
+from blend_engine import pass_run, tracking, worker as worker_module
+from blend_engine.budget import PassBudget
 from blend_engine.config import BlendConfig
 from blend_engine.protocol import Policy
 from blend_engine.scheduler import BlendScheduler
@@ -39,9 +41,11 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS = 4, 18, 30
 STORE_TOKENS, BYTES_PER_TOKEN = 22, 2
+PASS_TOKENS = 16
+"""Of which a pass that runs in one step takes 12 at most."""
 TENANTS = ("acme", "globex")
-TEXTS = tuple(document(number, length) for number, length in enumerate((5, 6, 6, 9, 3, 30)))
-"""Of the usual lengths, too short, and longer than the store."""
+TEXTS = tuple(document(number, length) for number, length in enumerate((5, 6, 6, 18, 3, 24)))
+"""Of the usual lengths, leaving no room for another, too short, and longer than the store."""
 TWINS = (1, 2)
 """Two texts whose keys collide, as keys of real texts never do."""
 
@@ -88,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches = ExitStack()
         for target, name, double in (
             (tracking, "segment_key", colliding_key),
-            (worker_module, "ModelPass", TracedPass),
+            (pass_run, "ModelPass", TracedPass),
             (worker_module, "attach", lambda model, *_: model),
             (worker_module, "check_model", lambda *_: None),
         ):
@@ -101,6 +105,8 @@ class StoreMachine(RuleBasedStateMachine):
             ),
             block_size=BLOCK_SIZE,
             bytes_per_token=BYTES_PER_TOKEN,
+            num_layers=TracedMemory.num_layers,
+            budget=PassBudget.of_steps(PASS_TOKENS, STEP_TOKENS),
         )
         worker: Any = BlendWorker(None, SimpleNamespace(num_blocks=NUM_BLOCKS))
         self.memory = TracedMemory(
@@ -120,13 +126,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         resumes_as_new=st.booleans(),
+        loads_first=st.booleans(),
         stored=st.none() | st.lists(segments, min_size=1, max_size=4),
     )
     def start(
-        self, resumes_as_new: bool, stored: list[tuple[str, SegmentContext, int]] | None
+        self,
+        resumes_as_new: bool,
+        loads_first: bool,
+        stored: list[tuple[str, SegmentContext, int]] | None,
     ) -> None:
-        """Runners differ in how they hear of resumed requests; some engines have served before."""
+        """Versions of vLLM differ, and some engines have served before."""
         self.engine.resumes_as_new = resumes_as_new
+        self.engine.loads_first = loads_first
         if stored is not None:
             self.step(lag=0, keeps_external=True)
             for tenant, context, text in stored:
@@ -227,9 +238,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.books.enter_heard(*self.engine.hear())
 
     @precondition(lambda self: self.engine.running)
-    @rule()
-    def preempt(self) -> None:
+    @rule(forgets=st.booleans())
+    def preempt(self, forgets: bool) -> None:
+        """For want of blocks, or to begin with an empty prefix cache."""
         self.engine.preempt()
+        if forgets:
+            self.engine.blocks.forget()
 
     # What goes wrong.
 
@@ -268,6 +282,7 @@ class StoreMachine(RuleBasedStateMachine):
             if self.scheduler._index.lookup(key, IDS[number]):
                 stored = self.memory.pool.get(key)
                 assert stored is not None
+                assert version_of(stored) not in self.books.lost
                 # Damage on purpose is to the first token.
                 assert stored.k_LTHD[0, 1:, 0, 0].tolist() == TEXTS[number][1:]
 
@@ -301,7 +316,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert found == set(entries), "reservations or doomed segments are left"
         assert not self.scheduler._requests._requests
         assert not self.scheduler._blocks._blocks
-        assert not self.scheduler._in_flight
+        assert not self.scheduler._flights._flights
+        assert not self.engine.open
         self.books.close(resident=found)
 
     def _stored_texts(self, tenant: str) -> list[int]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blend_engine.messages import BlendMetadata
+from blend_engine.model_pass import Work
 from blend_engine.plan import Hit
 from blend_engine.pool import SegmentPool, StoredSegment
 from blend_engine.segments import SegmentContext, SegmentKey
@@ -29,25 +30,41 @@ class Written:
     tenant: str
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose KV it is."""
+
+    request_id: str
+    tenant: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Prompt range ``[start, end)`` of a request, for the forward to compute."""
 
+    owner: "Owner"
     block_ids: Sequence[int]
     token_ids: Sequence[int]
-    tenant: str
     start: int
     end: int
 
 
 @dataclass(slots=True)
 class PassTrace:
-    """What one pass did, by prompt position."""
+    """What one pass did, by prompt position.
 
-    tenant: str
+    Args:
+        exact: Loaded, and what full prefill would have made.
+        blended: Loaded, and not quite that.
+        computed: Fresh.
+        foreign: Written into blocks that were given to others.
+        is_faulted: Whether it was told to fail.
+    """
+
     exact: set[int] = field(default_factory=set)
     blended: set[int] = field(default_factory=set)
     computed: set[int] = field(default_factory=set)
+    foreign: set[int] = field(default_factory=set)
     is_faulted: bool = False
 
     @property
@@ -77,11 +94,12 @@ class TracedMemory:
         self.damaged: set[int] = set()
         self.num_versions = 0
         self.tenants = tenants
-        self.tenant_of: dict[tuple[int, ...], str] = {}
+        self.owners: dict[tuple[int, ...], Owner] = {}
         self.traces: dict[tuple[int, ...], PassTrace] = {}
         self.pool = pool
         self._block_size = block_size
         self._store_tokens = store_tokens
+        self._owner_of_block: dict[int, Owner] = {}
         self._slots: dict[int, Written] = {}
         self._dead: set[int] = set()
         self._held: dict[SegmentKey, int] = {}
@@ -98,11 +116,21 @@ class TracedMemory:
 
     # The paged cache.
 
-    def erase(self, block_ids: Iterable[int]) -> None:
-        """The blocks were given to a new owner: what they hold counts no more."""
+    def give(self, block_ids: Iterable[int], owner: Owner) -> None:
+        """The blocks have a new owner: what they hold counts no more."""
         for block in block_ids:
+            self._owner_of_block[block] = owner
             for slot in range(block * self._block_size, (block + 1) * self._block_size):
                 self._slots.pop(slot, None)
+
+    def take_back(self, block_ids: Iterable[int], owner: Owner) -> None:
+        """The request is gone; others may read its blocks, and nobody may write them."""
+        for block in block_ids:
+            if self._owner_of_block.get(block) == owner:
+                del self._owner_of_block[block]
+
+    def is_owned(self, block_ids: Sequence[int], position: int, owner: Owner) -> bool:
+        return self._owner_of_block.get(block_ids[position // self._block_size]) == owner
 
     def slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self._block_size] * self._block_size + (
@@ -115,7 +143,7 @@ class TracedMemory:
     def read(self, rows: Rows, who: str) -> None:
         """Attention of the rows up to `rows.end`: every position before it must be there."""
         for position in range(rows.end):
-            want = Written(rows.token_ids[position], position, rows.tenant)
+            want = Written(rows.token_ids[position], position, rows.owner.tenant)
             got = self._slots.get(self.slot(rows.block_ids, position))
             self.expect(got == want, f"{who} reads {got} for {want}")
 
@@ -123,7 +151,10 @@ class TracedMemory:
         """vLLM's own forward: in every layer all rows are written before any is read."""
         for rows in batch:
             for position in range(rows.start, rows.end):
-                self.write(rows.block_ids, Written(rows.token_ids[position], position, rows.tenant))
+                is_owned = self.is_owned(rows.block_ids, position, rows.owner)
+                self.expect(is_owned, f"the forward writes position {position} in another's block")
+                written = Written(rows.token_ids[position], position, rows.owner.tenant)
+                self.write(rows.block_ids, written)
         for rows in batch:
             self.read(rows, "the forward")
 
@@ -154,6 +185,9 @@ class TracedMemory:
         with torch.inference_mode():
             stored.k_LTHD[0, 0, 0, 0] += 1
         self.damaged.add(version_of(stored))
+
+    def version(self, key: SegmentKey) -> int:
+        return version_of(pool_segments(self.pool)[key])
 
     def is_damaged(self, key: SegmentKey) -> bool:
         stored = self.pool.get(key)
@@ -204,17 +238,19 @@ class TracedPass:
         vllm_config: Any,
         token_ids: NDArray[Any],
         block_ids: tuple[int, ...],
+        piece_tokens: int | None = None,
     ) -> None:
         self._memory = memory
         self._token_ids = token_ids.tolist()
         self._block_ids = block_ids
-        self._tenant = memory.tenant_of[block_ids]
-        self._trace = memory.traces[block_ids] = PassTrace(self._tenant)
+        self._piece_tokens = piece_tokens or len(self._token_ids)
+        self._owner = memory.owners[block_ids]
+        self._trace = memory.traces[block_ids] = PassTrace()
 
     def rotate(self, hit: Hit, stored: StoredSegment) -> _Piece:
         self._fail_if_told("load")
         wanted = self._token_ids[hit.start : hit.end]
-        self._memory.check_load(hit, stored, wanted, self._tenant)
+        self._memory.check_load(hit, stored, wanted, self._owner.tenant)
         return _Piece(hit, wanted)
 
     def write(self, piece: _Piece) -> None:
@@ -225,12 +261,14 @@ class TracedPass:
             self._write(position)
             loaded.add(position)
 
-    def peek(self, positions_T: Tensor, loaded: Sequence[_Piece], check_layer: int) -> Tensor:
+    def peek(self, positions_T: Tensor, loaded: Sequence[_Piece], check_layer: int) -> Work[Tensor]:
         positions = {position for piece in loaded for position in range(*_range(piece.hit))}
         self._memory.expect(positions <= set(positions_T.tolist()), "a peek leaves out hits")
+        for piece_T in positions_T.split(self._piece_tokens):
+            yield len(piece_T) * check_layer // self._memory.num_layers
         return torch.tensor([(position * 37) % 11 for position in sorted(positions)]).float()
 
-    def compute(self, positions_T: Tensor, *, max_tokens: int | None = None) -> None:
+    def compute(self, positions_T: Tensor, *, max_tokens: int | None = None) -> Work[None]:
         try:
             self._fail_if_told("compute")
         except RuntimeError:
@@ -238,7 +276,7 @@ class TracedPass:
             self._trace.exact.clear()
             self._trace.blended.clear()
             raise
-        self._compute(positions_T)
+        yield from self._compute(positions_T)
 
     def allocate(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         self._fail_if_told("allocate")
@@ -248,16 +286,16 @@ class TracedPass:
 
     def compute_and_capture(
         self, positions_T: Tensor, start: int, slabs: tuple[Tensor, Tensor]
-    ) -> StoredSegment:
+    ) -> Work[StoredSegment]:
         self._fail_if_told("capture")
-        self._compute(positions_T)
+        yield from self._compute(positions_T)
         end = start + slabs[0].shape[1]
         self._memory.num_versions += 1
         slabs[0][0, :, 0] = torch.tensor(
             [[self._token_ids[position], position] for position in range(start, end)]
         )
         slabs[1][0, :, 0] = torch.tensor(
-            [self._memory.tenants.index(self._tenant), self._memory.num_versions]
+            [self._memory.tenants.index(self._owner.tenant), self._memory.num_versions]
         )
         return StoredSegment.seal(*slabs, start)
 
@@ -268,22 +306,26 @@ class TracedPass:
             self._trace.is_faulted = True
             raise
 
-    def _compute(self, positions_T: Tensor) -> None:
-        positions = positions_T.tolist()
-        for position in positions:
-            self._write(position)
-            self._trace.computed.add(position)
-        rows = Rows(
-            block_ids=self._block_ids,
-            token_ids=self._token_ids,
-            tenant=self._tenant,
-            start=positions[0],
-            end=positions[-1] + 1,
-        )
-        self._memory.read(rows, "a pass")
+    def _compute(self, positions_T: Tensor) -> Work[None]:
+        for piece_T in positions_T.split(self._piece_tokens):
+            positions = piece_T.tolist()
+            for position in positions:
+                self._write(position)
+                self._trace.computed.add(position)
+            rows = Rows(
+                owner=self._owner,
+                block_ids=self._block_ids,
+                token_ids=self._token_ids,
+                start=positions[0],
+                end=positions[-1] + 1,
+            )
+            self._memory.read(rows, "a pass")
+            yield len(positions)
 
     def _write(self, position: int) -> None:
-        written = Written(self._token_ids[position], position, self._tenant)
+        if not self._memory.is_owned(self._block_ids, position, self._owner):
+            self._trace.foreign.add(position)
+        written = Written(self._token_ids[position], position, self._owner.tenant)
         self._memory.write(self._block_ids, written)
 
 

@@ -4,128 +4,23 @@ Workers run a step when it is built, since nothing that the scheduler does later
 comes late, as under async scheduling, is what the scheduler hears of it.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
 
 from tests.engine.traced_memory import PassTrace, Rows, TracedMemory
+from tests.engine.vllm_state import Admitted, BlockPool, Ended, Live, Step
 from tests.engine.vllm_steps import (
     CachedRequests,
     ConnectorOutput,
     NewRequest,
-    Request,
     SchedulerOutput,
 )
 
-from blend_engine.messages import BlendAck, PassOrder
+from blend_engine.messages import BlendAck, BlendMetadata, PassOrder
 from blend_engine.reporting import BlendStats
 from blend_engine.scheduler import BlendScheduler
 from blend_engine.worker import BlendWorker
 
 _MAX_RUNNING = 4
-
-
-class BlockPool:
-    """Blocks with counted users; free ones keep their contents until they are given out again.
-
-    Args:
-        num_blocks: Blocks in all.
-        block_size: Tokens per block.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        self._published: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._name_of: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self.num_users: Counter[int] = Counter()
-
-    def hit(self, salt: str, token_ids: Sequence[int]) -> list[int]:
-        """The longest run of published blocks that leaves a token to compute."""
-        blocks = []
-        for end in range(self._block_size, len(token_ids), self._block_size):
-            block = self._published.get((salt, tuple(token_ids[:end])))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def take(self, shared: Sequence[int], num_new: int) -> list[int] | None:
-        """Use blocks that were hit and new ones; None where too few are free."""
-        if num_new > sum(block not in shared for block in self._free):
-            return None
-        for block in shared:
-            self._free.pop(block, None)
-        new = [self._free.popitem(last=False)[0] for _ in range(num_new)]
-        for block in new:
-            self._published.pop(self._name_of.pop(block, ("", ())), None)
-        self.num_users.update([*shared, *new])
-        return new
-
-    def publish(self, salt: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Let others hit the full blocks of `token_ids`."""
-        for index in range(len(token_ids) // self._block_size):
-            name = salt, tuple(token_ids[: (index + 1) * self._block_size])
-            if name not in self._published and block_ids[index] not in self._name_of:
-                self._published[name] = block_ids[index]
-                self._name_of[block_ids[index]] = name
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        for block in reversed(block_ids):
-            self.num_users[block] -= 1
-            if self.num_users[block] == 0:
-                self._free[block] = None
-
-
-@dataclass(eq=False, slots=True)
-class Live:
-    """A request inside vLLM.
-
-    Args:
-        request: What the connector sees of it.
-        tenant: Whose it is.
-        salt: Whom it shares blocks with.
-        num_outputs: Tokens to sample.
-        tokens: Prompt and outputs, those that the scheduler has not heard of included.
-        num_heard: How many tokens the scheduler knows.
-    """
-
-    request: Request
-    tenant: str
-    salt: str
-    num_outputs: int
-    tokens: list[int] = field(default_factory=list)
-    num_heard: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    num_local: int = 0
-    num_computed: int = 0
-    num_in_flight: int = 0
-    is_known: bool = False
-    is_over: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.request.prompt_token_ids
-        self.tokens = list(self.request.prompt_token_ids)
-        self.num_heard = len(self.tokens)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids or ())
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens whose KV is still needed; nothing follows the last output."""
-        return min(len(self.tokens), self.num_prompt + self.num_outputs - 1) - self.num_computed
-
-
-@dataclass(slots=True)
-class Step:
-    """A step that was run and not heard of."""
-
-    scheduled: list[Live]
-    sampled: list[Live]
-    orders: list[tuple[Live, PassOrder, PassTrace]]
-    ack: BlendAck
 
 
 class VllmModel:
@@ -155,7 +50,10 @@ class VllmModel:
         self.waiting: list[Live] = []
         self.running: list[Live] = []
         self.unheard: deque[Step] = deque()
+        self.known: dict[str, Live] = {}
+        self.open: dict[int, tuple[Live, PassOrder]] = {}
         self.resumes_as_new = False
+        self.loads_first = False
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._finished: set[str] = set()
@@ -165,6 +63,7 @@ class VllmModel:
 
     def submit(self, live: Live) -> None:
         self.waiting.append(live)
+        self.known[live.request.request_id] = live
 
     def abort(self, live: Live) -> None:
         self._end(live)
@@ -178,8 +77,8 @@ class VllmModel:
     def preempt(self) -> None:
         """Take the blocks of the request that came last, as for want of blocks."""
         live = self.running.pop()
-        self.blocks.release(live.block_ids)
-        live.block_ids, live.num_computed = [], 0
+        self._release(live)
+        live.num_computed = 0
         self.waiting.insert(0, live)
         self._preempted = True
 
@@ -211,11 +110,18 @@ class VllmModel:
             built.continues(live, new, num_new)
 
     def _schedule_waiting(self, built: "BuiltStep", keeps_external: bool) -> None:
-        for live in list(self.waiting):
+        # Those that hold blocks come first, or the others would wait for these blocks for ever.
+        for live in sorted(self.waiting, key=lambda live: not live.num_computed):
             if not built.tokens_left or len(self.running) == _MAX_RUNNING:
                 return
             # Until what is in flight has been heard, a preempted request stays where it is.
-            if live.num_in_flight == 0 and not self._admit(live, built, keeps_external):
+            if live.is_loading or live.num_in_flight:
+                continue
+            if not (
+                self._take_up(live, built)
+                if live.num_computed
+                else self._admit(live, built, keeps_external)
+            ):
                 return
 
     def _admit(self, live: Live, built: "BuiltStep", keeps_external: bool) -> bool:
@@ -224,34 +130,60 @@ class VllmModel:
         shared = self.blocks.hit(live.salt, live.tokens) if reads_cache else []
         num_local = len(shared) * self._block_size
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(live.request, num_local)
-        assert not is_async
         if num_external is None:
             return True
-        if not keeps_external:
+        assert reads_cache or not num_external
+        if not keeps_external and not is_async:
             num_external -= num_external % self._block_size
-        if not reads_cache:
-            num_external = 0
         num_computed = num_local + num_external
         num_new = min(len(live.tokens) - num_computed, built.tokens_left)
         assert num_new >= 1, "nothing is left to sample from"
+        if is_async:
+            num_new = 0
+            if self._num_reserved() + self._num_missing(live) > self.blocks.num_free:
+                return False
         num_blocks = -(-(num_computed + num_new) // self._block_size)
         new = self.blocks.take(shared, num_blocks - len(shared))
         if new is None:
             return False
-        self.memory.erase(new)
+        self.memory.give(new, live.owner)
         live.block_ids = [*shared, *new]
         live.num_local, live.num_computed = num_local, num_computed
-        self.memory.tenant_of[tuple(live.block_ids)] = live.tenant
+        self.memory.owners[tuple(live.block_ids)] = live.owner
         self.scheduler.update_state_after_alloc(live.request, live.block_ids, num_external)
+        built.admitted.append(Admitted(live, num_external, is_async))
+        if is_async:
+            live.is_loading = True
+        else:
+            self._run(live, built, num_new)
+        return True
+
+    def _take_up(self, live: Live, built: "BuiltStep") -> bool:
+        """Go on with a request whose asynchronous pass has ended."""
+        num_new = min(live.num_to_compute, built.tokens_left)
+        if self._grow(live, live.num_computed + num_new) is None:
+            return False
+        self.scheduler.update_state_after_alloc(live.request, live.block_ids, 0)
+        self._run(live, built, num_new)
+        return True
+
+    def _run(self, live: Live, built: "BuiltStep", num_new: int) -> None:
         self.waiting.remove(live)
         self.running.append(live)
-        built.admits(live, num_external, num_new)
-        return True
+        built.begins(live, num_new)
+
+    def _num_missing(self, live: Live) -> int:
+        num_tokens = live.num_prompt + live.num_outputs
+        return -(-num_tokens // self._block_size) - len(live.block_ids)
+
+    def _num_reserved(self) -> int:
+        """Blocks that those under way may still need: who waits for a load cannot be preempted."""
+        return sum(self._num_missing(live) for live in self.alive if live.block_ids)
 
     def _grow(self, live: Live, num_tokens: int) -> list[int] | None:
         new = self.blocks.take((), -(-num_tokens // self._block_size) - len(live.block_ids))
         if new is not None:
-            self.memory.erase(new)
+            self.memory.give(new, live.owner)
             live.block_ids += new
         return new
 
@@ -267,7 +199,19 @@ class VllmModel:
             if live.num_heard - live.num_prompt == live.num_outputs and not live.is_over:
                 self._end(live)
         self.scheduler.update_connector_output(ConnectorOutput(step.ack))
+        for ended in step.ended:
+            self.open.pop(ended.outcome.pass_id, None)
+        for request_id in step.received:
+            self._receive(self.known[request_id])
         return step, self.scheduler.take_stats()
+
+    def _receive(self, live: Live) -> None:
+        assert live.is_loading
+        live.is_loading = False
+        if live.is_over:
+            self._release(live)
+        else:
+            self.blocks.publish(live.salt, live.tokens[: live.num_computed], live.block_ids)
 
     def _end(self, live: Live) -> None:
         live.is_over = True
@@ -275,9 +219,15 @@ class VllmModel:
             if live in queue:
                 queue.remove(live)
         self.scheduler.request_finished(live.request)
-        self.blocks.release(live.block_ids)
-        live.block_ids = []
+        # A pass may be writing the blocks; they are free when it is said to have stopped.
+        if not live.is_loading:
+            self._release(live)
         self._finished.add(live.request.request_id)
+
+    def _release(self, live: Live) -> None:
+        self.blocks.release(live.block_ids)
+        self.memory.take_back(live.block_ids, live.owner)
+        live.block_ids = []
 
 
 class BuiltStep:
@@ -292,16 +242,18 @@ class BuiltStep:
         self._engine = engine
         self.tokens_left = tokens_left
         self.output = SchedulerOutput(scheduled_cached_reqs=CachedRequests())
-        self.admitted: list[tuple[Live, int]] = []
+        self.admitted: list[Admitted] = []
         self.batch: dict[Live, Rows] = {}
-        self.orders: list[tuple[Live, PassOrder, PassTrace]] = []
+        self.orders: list[tuple[Live, PassOrder]] = []
+        self.ended: list[Ended] = []
+        self.never_begun: dict[int, Live] = {}
 
     def continues(self, live: Live, new_blocks: list[int], num_new: int) -> None:
         cached = self.output.scheduled_cached_reqs
         cached.add(live.request.request_id, new_blocks or None, live.num_computed)
         self._schedule(live, num_new)
 
-    def admits(self, live: Live, num_external: int, num_new: int) -> None:
+    def begins(self, live: Live, num_new: int) -> None:
         request_id, block_ids = live.request.request_id, list(live.block_ids)
         if live.is_known and not self._engine.resumes_as_new:
             cached = self.output.scheduled_cached_reqs
@@ -312,15 +264,14 @@ class BuiltStep:
                 NewRequest(request_id, (block_ids,), live.num_computed)
             )
         live.is_known = True
-        self.admitted.append((live, num_external))
         self._schedule(live, num_new)
 
     def _schedule(self, live: Live, num_new: int) -> None:
         start, end = live.num_computed, live.num_computed + num_new
         self.batch[live] = Rows(
+            owner=live.owner,
             block_ids=live.block_ids,
             token_ids=live.tokens,
-            tenant=live.tenant,
             start=start,
             end=end,
         )
@@ -332,27 +283,53 @@ class BuiltStep:
         self._engine.blocks.publish(live.salt, known, live.block_ids)
 
     def run(self) -> None:
-        engine, memory = self._engine, self._engine.memory
+        engine = self._engine
         metadata = engine.scheduler.build_connector_meta(self.output)
-        memory.before_orders(metadata)
-        engine.worker.run(metadata)
-        ack = engine.worker.take_ack()
-        by_blocks = {tuple(live.block_ids): live for live, _ in self.admitted}
-        for order in metadata.passes:
-            live = by_blocks[order.block_ids]
-            self.orders.append((live, order, memory.traces.pop(order.block_ids)))
-        captured = {outcome.pass_id for outcome in ack.outcomes if outcome.captured}
-        memory.after_orders(
-            [
-                order.capture.key
-                for _, order, _ in self.orders
-                if order.capture is not None and order.pass_id in captured
-            ],
-        )
-        memory.forward(list(self.batch.values()))
+        self._open_orders(metadata)
+        has_sync_loads = any(each.num_external and not each.is_async for each in self.admitted)
+        if not (has_sync_loads or engine.loads_first):
+            engine.memory.forward(list(self.batch.values()))
+        ack = self._obey(metadata)
+        if has_sync_loads or engine.loads_first:
+            engine.memory.forward(list(self.batch.values()))
         sampled = [live for live in self.batch if live.num_computed == len(live.tokens)]
         for live in self.batch:
             live.num_in_flight += 1
-        engine.unheard.append(Step([*self.batch], sampled, self.orders, ack))
+        received = engine.worker.take_received()
+        engine.unheard.append(Step([*self.batch], sampled, self.ended, received, ack))
         for live in sampled:
             live.tokens.append(9000 + len(live.tokens))
+
+    def _open_orders(self, metadata: BlendMetadata) -> None:
+        by_blocks = {tuple(each.live.block_ids): each.live for each in self.admitted}
+        for order in metadata.passes:
+            self.orders.append((by_blocks[order.block_ids], order))
+        for turn in metadata.slices:
+            if turn.order is not None:
+                self.orders.append((self._engine.known[turn.request_id], turn.order))
+        for live, order in self.orders:
+            self._engine.open[order.pass_id] = live, order
+        for cancelled in metadata.cancelled:
+            if not cancelled.is_started:
+                self.never_begun[cancelled.pass_id] = self._engine.known[cancelled.request_id]
+
+    def _obey(self, metadata: BlendMetadata) -> BlendAck:
+        engine, memory = self._engine, self._engine.memory
+        memory.before_orders(metadata)
+        engine.worker.run(metadata)
+        ack = engine.worker.take_ack()
+        for outcome in ack.outcomes:
+            if outcome.pass_id in self.never_begun:
+                live = self.never_begun[outcome.pass_id]
+                self.ended.append(Ended(live, None, outcome, PassTrace()))
+                continue
+            live, order = engine.open[outcome.pass_id]
+            self.ended.append(Ended(live, order, outcome, memory.traces.pop(order.block_ids)))
+        memory.after_orders(
+            ended.order.capture.key
+            for ended in self.ended
+            if ended.outcome.captured
+            and ended.order is not None
+            and ended.order.capture is not None
+        )
+        return ack
