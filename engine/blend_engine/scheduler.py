@@ -189,7 +189,9 @@ class BlendScheduler:
         if isinstance(params, CompileParams):
             # The prompt's last token is vLLM's, so a segment that ends there cannot be captured.
             fits = params.segment.end < len(tracked.prompt)
-            if not servable or not fits or self._is_resident(tracked, 0):
+            # Nor is one compiled again whose event is out: preempted, it only has to end.
+            is_over = tracked.reported or self._is_resident(tracked, 0)
+            if not servable or not fits or is_over:
                 return nothing
             end = max(num_computed, len(tracked.prompt) - 1)
             return Plan(num_computed=num_computed, covered_end=end, hits=())
@@ -271,9 +273,11 @@ class BlendScheduler:
         self, tracked: TrackedRequest, plan: Plan | None, may_blend: bool
     ) -> None:
         params = tracked.params
+        if tracked.reported:
+            return
         if isinstance(params, CompileParams):
             self._report_unplanned_compile(tracked)
-        elif isinstance(params, BlendParams) and not tracked.reported:
+        elif isinstance(params, BlendParams):
             tracked.reported = True
             reason = None
             if not self._ready or self._unsupported_reason is not None:
@@ -303,6 +307,7 @@ class BlendScheduler:
     ) -> None:
         params = tracked.params
         assert isinstance(params, CompileParams)
+        tracked.reported = True
         self._outbox.events.append(
             StoreEvent(
                 kind=kind,

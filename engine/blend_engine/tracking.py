@@ -34,7 +34,8 @@ class TrackedRequest:
         plan: The latest answer to `get_num_new_matched_tokens`; final at allocation.
         statuses: Per segment, as of that answer.
         is_large: Whether that answer's pass is spread over steps.
-        reported: Whether its report is out; a resumed request does not report twice.
+        reported: Whether its report or its compile's event is out; a resumed request tells nothing
+            twice.
         is_awaited: Whether an asynchronous pass was admitted that vLLM still has to take up: it
             tells of that with one more allocation, of no external tokens.
     """

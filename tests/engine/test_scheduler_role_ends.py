@@ -14,6 +14,8 @@ from tests.engine.vllm_steps import (
     request_of,
 )
 
+from blend_engine.protocol import StoreEventKind
+
 pytestmark = pytest.mark.vllm
 
 DOC, OTHER = document(0), document(1)
@@ -52,3 +54,20 @@ def test_another_tenants_requests_leave_a_segment_alone() -> None:
     steps.serve(compile_request(DOC, tenant="rival"))
     steps.serve(drop_request(key_of(DOC, tenant="rival")))
     assert steps.serve(blend_request(DOC)).loaded_tokens == len(DOC)
+
+
+def test_preempted_compile_that_has_told_its_end_only_ends() -> None:
+    """Its segment may be gone by then: neither is it made again, nor has the compile failed."""
+    steps = Steps()
+    steps.store(DOC)
+    request = compile_request(DOC, plan_id="mine")
+    steps.admit(request)
+    steps.run_step()
+    assert [(event.kind, event.plan_id) for event in steps.events] == [
+        (StoreEventKind.STORED, "mine")
+    ]
+    steps.serve(drop_request(key_of(DOC)))
+    steps.events.clear()
+    steps.admit(request, resumed=True)
+    assert steps.run_step().passes == []
+    assert [event for event in steps.events if event.plan_id == "mine"] == []
