@@ -52,8 +52,8 @@ TWINS = (1, 2)
 FEW = settings(
     derandomize=True,
     database=None,
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=400,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
