@@ -14,7 +14,7 @@ from tests.real.texts import fact_document, question
 from torch import Tensor
 
 from blend_engine import attention_batch, model_pass
-from blend_engine.model_pass import ModelPass
+from blend_engine.model_pass import ModelPass, Work
 from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext
 
@@ -45,7 +45,7 @@ def _recording(driver: Driver) -> Iterator[dict[str, Any]]:
     written: dict[str, Any] = {"keys": {}, "values": {}}
     real_compute = ModelPass.compute
 
-    def compute(self: ModelPass, positions_T: Tensor) -> None:
+    def compute(self: ModelPass, positions_T: Tensor) -> Work[None]:
         def recorder(index: int) -> Any:
             def wrap(original: Any) -> Any:
                 def record(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
@@ -61,7 +61,7 @@ def _recording(driver: Driver) -> Iterator[dict[str, Any]]:
             for index, name in enumerate(attached.layer_names):
                 impl = attached.layers[name].impl
                 stack.enter_context(model_pass._replacing_update(impl, recorder(index)))
-            real_compute(self, positions_T)
+            yield from real_compute(self, positions_T)
         written["positions"] = positions_T.clone()
 
     patch = pytest.MonkeyPatch()
