@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.machines import Machine
 from tests.models.families import Family
 from tests.models.weights import VOCABULARY, write_model
 from tests.real.driver import Driver
@@ -15,13 +16,10 @@ from tests.real.driver import Driver
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 MAX_MODEL_LEN = 768
 CONFIG = BlendConfig(min_segment_tokens=1, store_bytes=1 << 28)
+NOISE_TOKENS = 240
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,21 @@ class Served:
     family: Family
     driver: Driver
     refusal: str | None
+    noise: float
+
+    @property
+    def machine(self) -> Machine:
+        """What it runs on."""
+        return self.family.machine
 
     def ids(self, seed: int, length: int) -> list[int]:
         """Random token ids, the special ones left out."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+        return _random_ids(seed, length)
+
+
+def _random_ids(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
 
 
 @contextmanager
@@ -49,22 +57,30 @@ def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Itera
     if family.finish is not None:
         family.finish(folder)
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in ENVIRONMENT.items():
+        for name, value in {**ENVIRONMENT, **family.machine.environment}.items():
             environment.setenv(name, value)
+        settings = {
+            "dtype": family.machine.dtype,
+            "enforce_eager": True,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 8,
+            "max_logprobs": -1,
+            "seed": 0,
+            **family.machine.engine,
+            **family.engine,
+        }
         llm = LLM(
             str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
-            max_logprobs=-1,
-            seed=0,
-            **family.engine,
+            **settings,
             **blend_llm_kwargs(config, is_hybrid=family.is_hybrid),
         )
         try:
             refusal = attach(llm)
-            yield Served(family, Driver(llm, folder), refusal)
+            driver = Driver(llm, folder)
+            noise = family.machine.noise
+            if noise is None:
+                noise = driver.noise(_random_ids(5, NOISE_TOKENS))
+            yield Served(family, driver, refusal, noise)
         finally:
             llm.llm_engine.engine_core.shutdown()
             ensure_kv_transfer_shutdown()

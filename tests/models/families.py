@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.models.weights import quantize_w8a8
+from tests.machines import CPU, CUDA_BF16, CUDA_FP16, CUDA_FP32, Machine
+from tests.models.weights import quantize_awq, quantize_w8a8
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Family:
         finish: Changes the written folder.
         is_hybrid: Whether it mixes attention with recurrent layers.
         num_ropes: Different RoPEs among its layers.
+        machines: Names of those that it can run on.
+        machine: The one that it runs on.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Family:
     finish: Callable[[Path], None] | None = None
     is_hybrid: bool = False
     num_ropes: int = 1
+    machines: tuple[str, ...] = (CPU.name, CUDA_FP32.name, CUDA_BF16.name)
+    machine: Machine = CPU
 
 
 COMMON = {
@@ -56,7 +61,24 @@ def _family(name: str, model_type: str, reason: str = "", **config: Any) -> Fami
 
 BLENDED = (
     _family("llama", "llama"),
-    Family("llama-w8a8", "llama", COMMON, finish=quantize_w8a8),
+    Family(
+        "llama-w8a8",
+        "llama",
+        COMMON,
+        finish=quantize_w8a8,
+        # vLLM's CUDA kernels for it give no fp32.
+        machines=(CPU.name, CUDA_BF16.name),
+    ),
+    Family(
+        "llama-awq",
+        "llama",
+        {**COMMON, "intermediate_size": 256},
+        finish=quantize_awq,
+        machines=(CUDA_FP16.name,),
+    ),
+    Family(
+        "llama-fp8", "llama", COMMON, engine={"quantization": "fp8"}, machines=(CUDA_BF16.name,)
+    ),
     _family(
         "llama-llama3-rope",
         "llama",

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.machines import CUDA_BF16, CUDA_FP16, CUDA_FP32, on_machines
 from tests.models.engine import Served
 from tests.models.families import BLENDED
-from tests.real.driver import Prompt, max_logprob_difference
+from tests.real.driver import Prompt, max_logprob_difference, same_text
 from tests.real.mutations import rotated_by_one_more, without_rotation
 from torch import Tensor
 
@@ -17,12 +18,14 @@ from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
 
 pytestmark = pytest.mark.parametrize(
-    "served", BLENDED, ids=lambda family: family.name, indirect=True, scope="module"
+    "served",
+    on_machines(BLENDED, CUDA_FP32, CUDA_BF16, CUDA_FP16),
+    indirect=True,
+    scope="module",
 )
 SEGMENT = 96
 MOVE = 40
-TOLERANCE = 1e-3
-"""Of moved keys: they reach 8, and an fp32 angle at position 500 is known to 3e-5."""
+VISIBLE = 1e-2
 
 
 def test_it_is_blended(served: Served) -> None:
@@ -31,7 +34,7 @@ def test_it_is_blended(served: Served) -> None:
 
 
 def test_a_leading_segment_comes_back_as_it_was(served: Served) -> None:
-    """Logits within 1e-4 of full compute, the same greedy text, and a load that is counted."""
+    """Logits within noise of full compute, the same greedy text, and a load that is counted."""
     driver = served.driver
     ids = served.ids(1, SEGMENT + 20)
     prompt = Prompt(ids, (SegmentSpan(start=0, end=SEGMENT, context=SegmentContext.PREFIX),))
@@ -40,8 +43,8 @@ def test_a_leading_segment_comes_back_as_it_was(served: Served) -> None:
     full = driver.full(ids, max_tokens=8)
     reused = driver.blend(prompt, Policy.NONE, 0.0, max_tokens=8)
     assert driver.scheduler.store_stats().loaded_tokens - before == SEGMENT
-    assert reused.token_ids == full.token_ids
-    assert max_logprob_difference(full, reused) < 1e-4
+    assert same_text(full, reused, served.noise)
+    assert max_logprob_difference(full, reused) < served.noise
     assert reused.report is not None
     assert (reused.report.prefix_tokens, reused.report.approximate) == (SEGMENT, False)
 
@@ -55,8 +58,10 @@ def test_a_moved_segment_recomputed_equals_full_prefill(served: Served, policy: 
     blended = driver.blend(prompt, policy, 1.0)
     assert blended.report is not None
     assert blended.report.recomputed_tokens == blended.report.loaded_tokens == 2 * SEGMENT
-    assert max_logprob_difference(full, blended) < 1e-4
-    assert max_logprob_difference(full, driver.blend(prompt, Policy.NONE, 0.0)) > 1e-2
+    difference = max_logprob_difference(full, blended)
+    assert difference < served.noise
+    reused = driver.blend(prompt, Policy.NONE, 0.0)
+    assert max_logprob_difference(full, reused) > max(VISIBLE, 2 * difference)
 
 
 def test_selected_tokens_alone_are_recomputed(served: Served) -> None:
@@ -76,9 +81,10 @@ def test_moved_keys_equal_those_computed_there(served: Served) -> None:
     near = driver.stored(SegmentContext.PREFIX, ids)
     assert far.start > 200
     back, forth = _placed(served, far, 0), _placed(served, near, far.start)
+    noise = served.machine.key_noise
     for moved, there in ((back[0], near.k_LTHD[0]), (forth[0], far.k_LTHD[0])):
-        torch.testing.assert_close(moved, there, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(far.v_LTHD[0], near.v_LTHD[0], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(moved.cpu(), there, atol=noise, rtol=0)
+    torch.testing.assert_close(far.v_LTHD[0], near.v_LTHD[0], atol=noise, rtol=0)
 
 
 def test_keys_of_every_layer_move(served: Served) -> None:
@@ -86,7 +92,7 @@ def test_keys_of_every_layer_move(served: Served) -> None:
     attached = served.driver.worker._attached
     assert attached is not None
     assert len(set(attached.table_of_layer)) == served.family.num_ropes
-    assert _worst_layer(served) < TOLERANCE
+    assert _worst_layer(served) < served.machine.key_noise
 
 
 @pytest.mark.parametrize("mutation", [without_rotation, rotated_by_one_more])
@@ -95,7 +101,7 @@ def test_wrong_rotation_is_caught(
 ) -> None:
     """Keys left where they were, or moved one position too far, are told from right ones."""
     monkeypatch.setattr(model_pass, "rotate_keys", mutation)
-    assert _worst_layer(served) > 100 * TOLERANCE
+    assert _worst_layer(served) > served.machine.wrong_key
 
 
 def _moved(served: Served) -> Prompt:
@@ -121,7 +127,7 @@ def _worst_layer(served: Served) -> float:
     ids = served.ids(4, 1) * SEGMENT
     driver.compile_ids(SegmentContext.PREFIX, ids)
     stored = driver.stored(SegmentContext.PREFIX, ids)
-    moved = _placed(served, stored, MOVE)[:, : SEGMENT - MOVE]
+    moved = _placed(served, stored, MOVE)[:, : SEGMENT - MOVE].cpu()
     errors_LTHD = (moved - stored.k_LTHD[:, MOVE:]).abs()
     return float(errors_LTHD.max())
 

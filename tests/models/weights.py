@@ -60,6 +60,43 @@ def quantize_w8a8(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def quantize_awq(folder: Path, group_size: int = 64) -> None:
+    """Turn a written model into AWQ's 4-bit format: one scale and one zero per group of inputs."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = {name: weight.half() for name, weight in load_file(path).items()}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight_GIO = weights.pop(name).float().T.unflatten(0, (-1, group_size))
+        low, high = weight_GIO.amin(1, keepdim=True), weight_GIO.amax(1, keepdim=True)
+        scale = (high - low) / 15
+        zero = (-low / scale).round().clamp(0, 15)
+        quantized = (weight_GIO / scale + zero).round().clamp(0, 15)
+        module = name.removesuffix(".weight")
+        weights[f"{module}.qweight"] = _packed_by_eight(quantized.flatten(0, 1))
+        weights[f"{module}.qzeros"] = _packed_by_eight(zero.squeeze(1))
+        weights[f"{module}.scales"] = scale.squeeze(1).half().contiguous()
+    save_file(weights, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _packed_by_eight(nibbles_IO: torch.Tensor) -> torch.Tensor:
+    """Eight neighbouring columns in one int32, in the order of AWQ's kernels."""
+    nibbles = nibbles_IO.to(torch.int64).unflatten(1, (-1, 8))
+    packed = torch.zeros(nibbles.shape[:2], dtype=torch.int64)
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        packed |= nibbles[:, :, column] << (4 * place)
+    return packed.to(torch.int32).contiguous()
+
+
 def _fill(name: str, weight: torch.Tensor) -> None:
     gain = _ATTENTION_GAIN if any(part in name for part in _ATTENTION) else 1.0
     if weight.ndim >= 2 and "conv" not in name and "A_log" not in name:

@@ -50,8 +50,8 @@ def _recording(driver: Driver) -> Iterator[dict[str, Any]]:
             def wrap(original: Any) -> Any:
                 def record(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
                     original(layer, key, value, cache, slots)
-                    written["keys"][index] = key.clone()
-                    written["values"][index] = value.clone()
+                    written["keys"][index] = key.cpu().clone()
+                    written["values"][index] = value.cpu().clone()
 
                 return record
 
@@ -150,12 +150,12 @@ def test_layer_zero_keys_moved_equal_those_computed_there(driver: Driver) -> Non
     attached = driver.worker._attached
     assert attached is not None
     run = ModelPass(attached, driver.worker._vllm_config, torch.tensor(ids).int().numpy(), (0,))
-    moved = run._rotate_layers(far.k_LTHD[:1], near.start - far.start)
+    moved = run._rotate_layers(far.k_LTHD[:1].to(attached.device), near.start - far.start)
     assert far.start > 200
-    torch.testing.assert_close(moved[0], near.k_LTHD[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(moved[0].cpu(), near.k_LTHD[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(far.v_LTHD[0], near.v_LTHD[0], atol=1e-4, rtol=1e-4)
     back = run._rotate_layers(moved, far.start - near.start)
-    torch.testing.assert_close(back, far.k_LTHD[:1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(back.cpu(), far.k_LTHD[:1], atol=1e-4, rtol=1e-4)
 
 
 def test_check_layer_one_runs_on_selected_tokens_only(driver: Driver, prompt: Prompt) -> None:
