@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(
-    scope="package",
+    scope="module",
     params=[
         pytest.param(CONTROL, id=CONTROL.name),
         *(pytest.param(each, id=each.name, marks=pytest.mark.gpu) for each in ON_CUDA),
@@ -29,7 +29,7 @@ def configuration(request: pytest.FixtureRequest) -> Configuration:
     return chosen
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def started(
     configuration: Configuration, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

@@ -14,7 +14,7 @@ from blend_engine.protocol import BlendParams, Policy
 from blend_engine.segments import SegmentContext, SegmentSpan
 
 NUM_REQUESTS = 4
-NEW_TOKENS = 64
+NEW_TOKENS = 104
 
 
 def _one_document(served: Served, seed: int) -> Prompt:
@@ -34,7 +34,7 @@ def _blend(served: Served, prompts: Sequence[Prompt], max_tokens: int) -> list[A
 def test_preempted_requests_end_as_if_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache holds four prompts and not their answers: some come back and are blended again."""
+    """The cache has no room for what they grow to: some come back and are blended again."""
     prompts = [_one_document(served, seed) for seed in range(NUM_REQUESTS)]
     alone = [_blend(served, [each], NEW_TOKENS)[0] for each in prompts]
     assert len({tuple(answer.token_ids) for answer in alone}) == NUM_REQUESTS

@@ -11,7 +11,7 @@ import torch
 from tests.machines import Machine
 from tests.models.families import Family
 from tests.models.weights import VOCABULARY, write_model
-from tests.real.driver import Driver
+from tests.real.driver import LITTLE_NOISE, Driver
 
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
@@ -79,7 +79,8 @@ def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Itera
             driver = Driver(llm, folder)
             noise = family.machine.noise
             if noise is None:
-                noise = driver.noise(_random_ids(5, NOISE_TOKENS))
+                # A refused model does the same sums twice, and only those.
+                noise = LITTLE_NOISE if refusal else driver.noise(_random_ids(5, NOISE_TOKENS))
             yield Served(family, driver, refusal, noise)
         finally:
             llm.llm_engine.engine_core.shutdown()
