@@ -9,7 +9,7 @@ from tests.gpu.prompts import DOCUMENT, blend_together, moved, with_leading_segm
 from tests.models.engine import Served
 from tests.real.driver import max_logprob_difference, same_text
 
-from blend_engine import scheduler
+from blend_engine import flights
 from blend_engine.attached import cache_of
 from blend_engine.protocol import FallbackReason, Policy, SegmentStatus
 
@@ -116,6 +116,6 @@ def test_without_the_rule_the_answer_is_wrong(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same pair, trusting those blocks: so the test above can fail."""
-    monkeypatch.setattr(scheduler, "fresh_ranges", lambda *_args, **_kwargs: ())
+    monkeypatch.setattr(flights, "fresh_ranges", lambda *_args, **_kwargs: ())
     together, alone = blend_together(served)
     assert max_logprob_difference(alone, together) > max(VISIBLE, served.noise)

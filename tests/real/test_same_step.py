@@ -7,7 +7,7 @@ import pytest
 from tests.real.driver import Answer, Driver, Prompt, blend_params, max_logprob_difference
 from tests.real.texts import fact_document, question
 
-from blend_engine import scheduler
+from blend_engine import flights
 from blend_engine.protocol import Policy
 
 
@@ -47,7 +47,7 @@ def test_without_the_rule_the_answer_is_wrong(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same pair, trusting those blocks: the hazard is real, so the test above can fail."""
-    monkeypatch.setattr(scheduler, "fresh_ranges", lambda *_args, **_kwargs: ())
+    monkeypatch.setattr(flights, "fresh_ranges", lambda *_args, **_kwargs: ())
     together, solo = _together(driver)
     assert max_logprob_difference(solo, together) > 0.1
 
