@@ -202,6 +202,8 @@ class TracedMemory:
         want = [[token, start + index] for index, token in enumerate(wanted)]
         self.expect(got == want, f"{hit} finds {got}, not {want}")
         self.expect(self.tenants[int(stored.v_LTHD[0, 0, 0, 0])] == tenant, "another tenant's KV")
+        is_first = hit.context is SegmentContext.PREFIX
+        self.expect(is_first == (stored.start == 0), "KV compiled behind something else")
         self.expect(version not in self._dead, "evicted KV is read")
         self.expect(version not in self.damaged, "damaged KV is read")
 
