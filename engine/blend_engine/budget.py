@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from blend_engine.plan import Plan
 from blend_engine.protocol import BlendParams, CompileParams, Policy
-from blend_engine.segments import SegmentContext
 
 _PIECES_PER_STEP = 4
 
@@ -82,17 +81,13 @@ def pass_tokens(plan: Plan, params: BlendParams | CompileParams, num_layers: int
     num_fresh = plan.num_external_tokens - num_loaded
     if isinstance(params, CompileParams):
         return num_fresh
-    blended = [hit for hit in plan.hits if hit.context is not SegmentContext.PREFIX]
+    blended = [hit for hit in plan.hits if hit.is_blended]
     num_blended = sum(hit.num_tokens for hit in blended)
     ratio = params.recompute_ratio
     if params.policy is Policy.NONE or not num_blended or ratio == 0.0:
         return num_fresh
     if params.policy is Policy.SINKS:
-        heads = (
-            min(hit.num_tokens, max(0, math.ceil(ratio * hit.segment_tokens) - hit.offset))
-            for hit in blended
-        )
-        return num_fresh + sum(heads)
+        return num_fresh + sum(hit.num_sinks(ratio) for hit in blended)
     num_selected = math.ceil(ratio * num_blended)
     if ratio == 1.0:
         return num_fresh + num_selected

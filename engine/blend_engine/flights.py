@@ -56,16 +56,20 @@ class Flight:
     Args:
         admitted: The pass.
         order: What the workers were told, or will be.
-        local_tokens: Tokens of vLLM's own prefix hit that the pass relies on.
         is_started: Whether the order has left.
         is_cancelled: Whether its request has ended before it.
     """
 
     admitted: AdmittedPass
     order: PassOrder
-    local_tokens: int
     is_started: bool = False
     is_cancelled: bool = False
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of vLLM's own prefix hit that the pass relies on."""
+        fresh = sum(end - start for start, end in self.order.fresh_ranges)
+        return self.order.plan.num_computed - fresh
 
 
 class Flights:
@@ -123,9 +127,8 @@ class Flights:
                 writes=[write for key, write in writes.items() if key != admitted.request_id],
             )
         order = self._order(admitted, fresh)
-        local_tokens = plan.num_computed - sum(end - start for start, end in fresh)
         is_started = not admitted.is_asynchronous
-        self._flights[order.pass_id] = Flight(admitted, order, local_tokens, is_started)
+        self._flights[order.pass_id] = Flight(admitted, order, is_started)
         return order if is_started else None
 
     def slices(self) -> list[PassSlice]:

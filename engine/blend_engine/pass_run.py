@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 
 from blend_engine.attached import AttachedModel
 from blend_engine.messages import Capture, PassOrder, PassOutcome
-from blend_engine.model_pass import CheckedHit, ModelPass, Work
+from blend_engine.model_pass import CheckedHit, ModelPass, Work, finish
 from blend_engine.plan import Hit
 from blend_engine.pool import SegmentPool
 from blend_engine.protocol import Policy
-from blend_engine.segments import SegmentContext, SegmentKey
+from blend_engine.segments import SegmentKey
 from blend_engine.selection import blended_hits, hit_positions, select_hkvd, select_sinks
 
 logger = init_logger(__name__)
@@ -84,12 +84,10 @@ class PassRun:
             outcome: PassOutcome = end.value
             return outcome
 
+    @torch.inference_mode()
     def finish(self) -> PassOutcome:
         """Go on to the end."""
-        while True:
-            done = self.advance()
-            if isinstance(done, PassOutcome):
-                return done
+        return finish(self._work)
 
     def _blend(self) -> Work[PassOutcome]:
         loaded = self._load()
@@ -146,7 +144,7 @@ class PassRun:
                 loaded.failed.append(hit)
                 continue
             loaded.hits.append(hit)
-            if order.policy is Policy.HKVD and hit.context is not SegmentContext.PREFIX:
+            if order.policy is Policy.HKVD and hit.is_blended:
                 loaded.checked.append(piece.at_layer(self._check_layer))
         return loaded
 

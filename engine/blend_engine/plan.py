@@ -8,6 +8,7 @@ Everything is planned from what is left of a hit after `num_computed`, never fro
 start: a local prefix hit may end inside a document.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,15 @@ class Hit:
     def num_tokens(self) -> int:
         """Tokens loaded."""
         return self.end - self.start
+
+    @property
+    def is_blended(self) -> bool:
+        """Whether its KV is approximate where it stands; a prefix's is full prefill's own."""
+        return self.context is not SegmentContext.PREFIX
+
+    def num_sinks(self, ratio: float) -> int:
+        """How many of its tokens are among the first ``ceil(ratio * length)`` of the segment."""
+        return min(self.num_tokens, max(0, math.ceil(ratio * self.segment_tokens) - self.offset))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,11 +110,8 @@ class BlendScheduler:
         if isinstance(tracked.params, DropParams):
             self._drop(tracked.params)
             return
-        was_awaited, tracked.is_awaited = tracked.is_awaited, False
         plan = tracked.plan
         if plan is None or num_external_tokens == 0:
-            if was_awaited:
-                return
             self._report_unplanned(tracked, plan, may_reuse(request))
             return
         if num_external_tokens != plan.num_external_tokens:
@@ -233,9 +230,7 @@ class BlendScheduler:
     def _admit(
         self, request_id: str, tracked: TrackedRequest, plan: Plan, block_ids: tuple[int, ...]
     ) -> None:
-        if tracked.is_large:
-            tracked.is_awaited = True
-        else:
+        if not tracked.is_large:
             self._spending.take(self._tokens_of(tracked, plan))
         self._admitted.append(
             AdmittedPass(
@@ -274,6 +269,7 @@ class BlendScheduler:
     ) -> None:
         params = tracked.params
         if tracked.reported:
+            # Resumed, or taken up when its asynchronous pass has ended.
             return
         if isinstance(params, CompileParams):
             self._report_unplanned_compile(tracked)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from blend_engine.plan import Hit
-from blend_engine.segments import SegmentContext
 from blend_kernels import top_deviation_indices
 
 
 def blended_hits(hits: Sequence[Hit]) -> list[Hit]:
     """The hits whose KV is approximate where it stands."""
-    return [hit for hit in hits if hit.context is not SegmentContext.PREFIX]
+    return [hit for hit in hits if hit.is_blended]
 
 
 def hit_positions(hits: Sequence[Hit]) -> Tensor:
@@ -34,11 +33,9 @@ def select_sinks(hits: Sequence[Hit], ratio: float) -> Tensor:
     Returns:
         Sorted int64 prompt positions.
     """
-    ranges = []
-    for hit in blended_hits(hits):
-        head = math.ceil(ratio * hit.segment_tokens) - hit.offset
-        if head > 0:
-            ranges.append(torch.arange(hit.start, min(hit.end, hit.start + head)))
+    ranges = [
+        torch.arange(hit.start, hit.start + hit.num_sinks(ratio)) for hit in blended_hits(hits)
+    ]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 

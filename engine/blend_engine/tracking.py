@@ -36,8 +36,6 @@ class TrackedRequest:
         is_large: Whether that answer's pass is spread over steps.
         reported: Whether its report or its compile's event is out; a resumed request tells nothing
             twice.
-        is_awaited: Whether an asynchronous pass was admitted that vLLM still has to take up: it
-            tells of that with one more allocation, of no external tokens.
     """
 
     params: RequestParams
@@ -48,7 +46,6 @@ class TrackedRequest:
     statuses: tuple[SegmentStatus, ...] = ()
     is_large: bool = False
     reported: bool = False
-    is_awaited: bool = False
 
     def token_ids(self, index: int) -> TokenArray:
         """A segment's own ids."""
