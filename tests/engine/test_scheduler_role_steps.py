@@ -1,5 +1,7 @@
 """The scheduler role and work over several steps: who waits, who is spread, how it ends."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -44,11 +46,11 @@ def admit(steps: Steps, request: Request) -> None:
     steps.scheduler.update_state_after_alloc(request, list(range(1, 20)), answer)
 
 
-def outcome_of(metadata: BlendMetadata, **fields: object) -> BlendAck:
+def outcome_of(metadata: BlendMetadata, **fields: Any) -> BlendAck:
     pass_ids = [turn.pass_id for turn in metadata.slices]
     return BlendAck(
         ready=True,
-        outcomes=[PassOutcome(pass_id=pass_id, **fields) for pass_id in pass_ids],  # type: ignore[arg-type]
+        outcomes=[PassOutcome(pass_id=pass_id, **fields) for pass_id in pass_ids],
     )
 
 

@@ -8,13 +8,6 @@ from tests.gpu.configurations import CONTROL, ON_CUDA, Configuration
 from tests.models.engine import Served, serving
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM."""
-    for item in items:
-        if "tests/gpu" in str(item.path):
-            item.add_marker(pytest.mark.vllm)
-
-
 @pytest.fixture(
     scope="module",
     params=[

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from tests.gpu.prompts import DOCUMENT, moved
-from tests.models.engine import Served
+from tests.models.engine import Served, counted_preemptions, with_document
 from tests.real.driver import Answer, Prompt, blend_params, max_logprob_difference, same_text
 
 from blend_engine.protocol import BlendParams, Policy
-from blend_engine.segments import SegmentContext, SegmentSpan
 
 NUM_REQUESTS = 4
 NEW_TOKENS = 104
@@ -19,9 +18,10 @@ NEW_TOKENS = 104
 
 def _one_document(served: Served, seed: int) -> Prompt:
     """Fresh text, a document that all requests share at another place each, fresh text."""
-    before, document = served.ids(seed, 20 + 3 * seed), served.ids(1000, 180)
-    span = SegmentSpan(start=len(before), end=len(before) + 180, context=SegmentContext.FREE)
-    prompt = Prompt([*before, *document, *served.ids(seed + 50, 25)], (span,))
+    document = served.ids(1000, 180)
+    prompt = with_document(
+        served, seed, document, before=20 + 3 * seed, after_seed=seed + 50, after=25
+    )
     served.driver.compile(prompt)
     return prompt
 
@@ -39,15 +39,7 @@ def test_preempted_requests_end_as_if_alone(
     alone = [_blend(served, [each], NEW_TOKENS)[0] for each in prompts]
     assert len({tuple(answer.token_ids) for answer in alone}) == NUM_REQUESTS
 
-    scheduler = type(served.driver.llm.llm_engine.engine_core.engine_core.scheduler)
-    preempted = []
-    original = scheduler._preempt_request
-
-    def counting(this: Any, request: Any, *arguments: Any, **options: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(this, request, *arguments, **options)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counting)
+    preempted = counted_preemptions(served, monkeypatch)
     together = _blend(served, prompts, NEW_TOKENS)
     assert preempted
     for one, other in zip(alone, together, strict=True):
@@ -84,7 +76,10 @@ def test_requests_given_up_leave_nothing(served: Served, num_steps: int) -> None
     engine = served.driver.llm.llm_engine
     prompt = moved(served, 4)
     before = _blend(served, [prompt], 8)[0]
-    names = [served.driver.add(prompt, Policy.HKVD, 0.25, max_tokens=64) for _ in range(3)]
+    names = [
+        served.driver.add(prompt.ids, blend_params(prompt, Policy.HKVD, 0.25), max_tokens=64)
+        for _ in range(3)
+    ]
     for _ in range(num_steps):
         engine.step()
     engine.abort_request(names[1:])

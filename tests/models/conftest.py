@@ -8,13 +8,6 @@ from tests.models.engine import Served, serving
 from tests.models.families import Family
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM."""
-    for item in items:
-        if "tests/models" in str(item.path):
-            item.add_marker(pytest.mark.vllm)
-
-
 @pytest.fixture(scope="module")
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

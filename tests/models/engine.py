@@ -1,20 +1,22 @@
 """A family's tiny model, written, served inside the test process, and shut down."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.machines import Machine
 from tests.models.families import Family
 from tests.models.weights import VOCABULARY, write_model
-from tests.real.driver import LITTLE_NOISE, Driver
+from tests.real.driver import LITTLE_NOISE, Driver, Prompt
 
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
+from blend_engine.segments import SegmentContext, SegmentSpan
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 MAX_MODEL_LEN = 768
@@ -44,6 +46,29 @@ class Served:
 def _random_ids(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def with_document(
+    served: Served, seed: int, document: Sequence[int], *, before: int, after_seed: int, after: int
+) -> Prompt:
+    """Fresh text, a document, fresh text."""
+    span = SegmentSpan(start=before, end=before + len(document), context=SegmentContext.FREE)
+    ids = [*served.ids(seed, before), *document, *served.ids(after_seed, after)]
+    return Prompt(ids, (span,))
+
+
+def counted_preemptions(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of requests that vLLM preempts from here on."""
+    scheduler = type(served.driver.llm.llm_engine.engine_core.engine_core.scheduler)
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def counting(this: Any, request: Any, *arguments: Any, **options: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(this, request, *arguments, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counting)
+    return preempted
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.engine import CONFIG, Served, serving
+from tests.models.engine import CONFIG, Served, serving, with_document
 from tests.models.families import BLENDED
 from tests.real.driver import Prompt, blend_params, max_logprob_difference
 
@@ -42,16 +42,7 @@ class Stepper:
         max_tokens: int = 1,
         salt: str | None = None,
     ) -> str:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        request_id = uuid.uuid4().hex
-        extra = {"kv_transfer_params": params.to_kv_transfer_params()} if params else None
-        sampling: Any = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
-        )
-        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=salt or request_id)
-        self.engine.add_request(request_id, prompt, sampling)
+        request_id = self.served.driver.add(ids, params, max_tokens=max_tokens, salt=salt)
         self.tokens[request_id] = []
         return request_id
 
@@ -113,11 +104,11 @@ def num_blocks(served: Served) -> int:
     return int(block_pool(served).num_gpu_blocks) - 1
 
 
-def with_document(served: Served, seed: int, length: int, *, document: int) -> Prompt:
-    """Some fresh text, a document, some fresh text."""
-    before = served.ids(seed, 11)
-    span = SegmentSpan(start=11, end=11 + length, context=SegmentContext.FREE)
-    return Prompt([*before, *served.ids(document, length), *served.ids(seed + 1, 9)], (span,))
+def prompt_of(served: Served, seed: int, length: int, *, document: int) -> Prompt:
+    """A document between a little fresh text."""
+    return with_document(
+        served, seed, served.ids(document, length), before=11, after_seed=seed + 1, after=9
+    )
 
 
 def compile_of(served: Served, ids: Sequence[int]) -> tuple[list[int], CompileParams]:
@@ -164,7 +155,7 @@ def test_a_long_pass_gives_the_same_answer_over_steps(
 
     The pieces of a pass do not depend on what else runs.
     """
-    prompt = with_document(served, 10, LONG, document=2)
+    prompt = prompt_of(served, 10, LONG, document=2)
     served.driver.compile(prompt)
     solo = served.driver.blend(prompt, policy, ratio, max_tokens=8)
     assert solo.report is not None
@@ -192,7 +183,7 @@ def test_a_long_pass_gives_the_same_answer_over_steps(
 def test_small_passes_wait_for_their_step(stepper: Stepper, served: Served) -> None:
     """Ten that come at once are admitted over several steps, each answered as if alone."""
     length = 40
-    prompts = [with_document(served, 30 + 2 * seed, length, document=4) for seed in range(10)]
+    prompts = [prompt_of(served, 30 + 2 * seed, length, document=4) for seed in range(10)]
     served.driver.compile(prompts[0])
     plans = [blend_params(prompt, Policy.SINKS, 0.25) for prompt in prompts]
     solo = [alone(stepper, prompts[at].ids, plans[at], 4) for at in range(10)]
@@ -212,7 +203,7 @@ def test_a_long_pass_can_be_aborted_in_any_step(
     stepper: Stepper, served: Served, steps: int
 ) -> None:
     """Its leases, its blocks and its room in the store come back, and the next one succeeds."""
-    prompt = with_document(served, 60, LONG, document=2)
+    prompt = prompt_of(served, 60, LONG, document=2)
     served.driver.compile(prompt)
     ids = served.ids(70 + steps, LONG)
     prompt_ids, params = compile_of(served, ids)
@@ -258,7 +249,7 @@ def test_a_long_pass_may_hit_blocks_written_in_the_step_that_admits_it(
 
 def test_compiles_take_turns_and_users_go_first(stepper: Stepper, served: Served) -> None:
     """Of two long compiles one waits for the other, and a long pass that comes last ends first."""
-    prompt = with_document(served, 110, LONG, document=2)
+    prompt = prompt_of(served, 110, LONG, document=2)
     served.driver.compile(prompt)
     compiles = [stepper.add(*compile_of(served, served.ids(seed, LONG))) for seed in (120, 121)]
     stepper.step()

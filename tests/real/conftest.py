@@ -25,13 +25,6 @@ MACHINES = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM."""
-    for item in items:
-        if "tests/real" in str(item.path):
-            item.add_marker(pytest.mark.vllm)
-
-
 @pytest.fixture(
     scope="package",
     params=[

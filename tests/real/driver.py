@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blend_engine.connector import BlendConnector
 from blend_engine.offline import compile_segment
-from blend_engine.protocol import BlendParams, BlendReport, Policy
+from blend_engine.protocol import BlendParams, BlendReport, Policy, RequestParams
 from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
 
 TENANT = "tests"
@@ -152,53 +152,33 @@ class Driver:
         self, requests: Sequence[tuple[list[int], BlendParams | None]], *, salt: str
     ) -> list[Answer]:
         """Requests admitted in one step, under one salt."""
-        from vllm.inputs import TokensPrompt
-
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in requests],
-            [_sampling(params, 1) for _, params in requests],
-            use_tqdm=False,
-        )
-        return [
-            self._answer(output, params)
-            for output, (_, params) in zip(outputs, requests, strict=True)
-        ]
+        return self._generate_many(requests, [salt] * len(requests), max_tokens=1)
 
     def generate_all(
         self, requests: Sequence[tuple[list[int], BlendParams | None]], *, max_tokens: int
     ) -> list[Answer]:
         """Requests in one stream, each under a salt of its own; none ends early."""
-        from vllm.inputs import TokensPrompt
+        salts = [uuid.uuid4().hex for _ in requests]
+        return self._generate_many(requests, salts, max_tokens=max_tokens, ignore_eos=True)
 
-        sampling = [_sampling(params, max_tokens) for _, params in requests]
-        for each in sampling:
-            each.ignore_eos = True
-        outputs = self.llm.generate(
-            [
-                TokensPrompt(prompt_token_ids=ids, cache_salt=uuid.uuid4().hex)
-                for ids, _ in requests
-            ],
-            sampling,
-            use_tqdm=False,
-        )
-        return [
-            self._answer(output, params)
-            for output, (_, params) in zip(outputs, requests, strict=True)
-        ]
-
-    def add(self, prompt: Prompt, policy: Policy, ratio: float, *, max_tokens: int) -> str:
+    def add(
+        self,
+        ids: Sequence[int],
+        params: RequestParams | None = None,
+        *,
+        max_tokens: int = 1,
+        salt: str | None = None,
+    ) -> str:
         """Hand in one request and leave the steps to the caller; returns its name."""
         from vllm.inputs import TokensPrompt
 
-        params = blend_params(prompt, policy, ratio)
-        sampling = _sampling(params, max_tokens)
-        sampling.ignore_eos = True
+        request_id = uuid.uuid4().hex
         self.llm.llm_engine.add_request(
-            params.plan_id,
-            TokensPrompt(prompt_token_ids=prompt.ids, cache_salt=params.plan_id),
-            sampling,
+            request_id,
+            TokensPrompt(prompt_token_ids=list(ids), cache_salt=salt or request_id),
+            _sampling(params, max_tokens, ignore_eos=True),
         )
-        return params.plan_id
+        return request_id
 
     def noise(self, ids: list[int]) -> float:
         """Bound for two right answers of this engine: four times what vLLM itself differs by.
@@ -218,14 +198,31 @@ class Driver:
     def _generate(
         self, ids: list[int], params: BlendParams | None, max_tokens: int, salt: str | None
     ) -> Answer:
+        salts = [salt or uuid.uuid4().hex]
+        return self._generate_many([(ids, params)], salts, max_tokens=max_tokens)[0]
+
+    def _generate_many(
+        self,
+        requests: Sequence[tuple[list[int], BlendParams | None]],
+        salts: Sequence[str],
+        *,
+        max_tokens: int,
+        ignore_eos: bool = False,
+    ) -> list[Answer]:
         from vllm.inputs import TokensPrompt
 
-        (output,) = self.llm.generate(
-            TokensPrompt(prompt_token_ids=ids, cache_salt=salt or uuid.uuid4().hex),
-            _sampling(params, max_tokens),
+        outputs = self.llm.generate(
+            [
+                TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
+                for (ids, _), salt in zip(requests, salts, strict=True)
+            ],
+            [_sampling(params, max_tokens, ignore_eos=ignore_eos) for _, params in requests],
             use_tqdm=False,
         )
-        return self._answer(output, params)
+        return [
+            self._answer(output, params)
+            for output, (_, params) in zip(outputs, requests, strict=True)
+        ]
 
     def _answer(self, output: Any, params: BlendParams | None) -> Answer:
         completion = output.outputs[0]
@@ -250,12 +247,17 @@ class Driver:
         self.scheduler.take_stats = recording
 
 
-def _sampling(params: BlendParams | None, max_tokens: int) -> Any:
+def _sampling(params: RequestParams | None, max_tokens: int, *, ignore_eos: bool = False) -> Any:
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": params.to_kv_transfer_params()} if params else None
     return SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, logprobs=-1, extra_args=extra, seed=0
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=ignore_eos,
+        logprobs=-1,
+        extra_args=extra,
+        seed=0,
     )
 
 
