@@ -71,6 +71,11 @@ class PassRun:
         """The order's."""
         return self._order.pass_id
 
+    @property
+    def piece_tokens(self) -> int:
+        """What one call costs at most, where the order says so."""
+        return self._order.piece_tokens or 1
+
     @torch.inference_mode()
     def advance(self) -> int | PassOutcome:
         """Go on to the end of the next model call.

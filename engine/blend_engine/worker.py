@@ -95,7 +95,8 @@ class BlendWorker:
                 self._sliced[turn.pass_id] = self._start(turn.order)
             # Where the scheduler runs ahead of the workers, it still names passes that have ended.
             run = self._sliced.get(turn.pass_id)
-            while run is not None and left > 0:
+            # Whole pieces only; the first pass of a step always has room for one.
+            while run is not None and left >= run.piece_tokens:
                 done = run.advance()
                 if isinstance(done, PassOutcome):
                     self._end(turn.pass_id, turn.request_id, done)

@@ -198,6 +198,22 @@ def test_small_passes_wait_for_their_step(stepper: Stepper, served: Served) -> N
     assert sum(count > 0 for count in stepper.pass_tokens) > 3
 
 
+def test_long_and_small_passes_share_a_step(stepper: Stepper, served: Served) -> None:
+    """What a small one leaves is not a whole number of pieces; the sum stays in the budget."""
+    length = 40
+    prompts = [prompt_of(served, 130 + 2 * seed, length, document=4) for seed in range(4)]
+    served.driver.compile(prompts[0])
+    compiling = stepper.add(*compile_of(served, served.ids(140, LONG)))
+    stepper.pass_tokens.clear()
+    stepper.step()
+    for prompt in prompts:
+        stepper.add(prompt.ids, blend_params(prompt, Policy.SINKS, 0.25))
+        stepper.step()
+    assert not stepper.tokens[compiling]
+    assert max(stepper.pass_tokens) > SYNCHRONOUS
+    assert max(stepper.pass_tokens) <= BUDGET
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
 def test_a_long_pass_can_be_aborted_in_any_step(
     stepper: Stepper, served: Served, steps: int
