@@ -1,65 +1,29 @@
 """Passes have a budget of each step: whoever decodes gets a token from every step meanwhile."""
 
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-import torch
-from tests.models.engine import CONFIG, Served, serving, with_document
+from tests.models.engine import CONFIG, Served, serving
 from tests.models.families import BLENDED
+from tests.models.stepping import (
+    Stepper,
+    compile_of,
+    num_blocks,
+    num_free_blocks,
+    prompt_of,
+    stepping,
+)
 from tests.real.driver import Prompt, blend_params, max_logprob_difference
 
-from blend_engine.model_pass import ModelPass
-from blend_engine.preamble import compile_prompt
-from blend_engine.protocol import CompileParams, Policy, RequestParams
+from blend_engine.protocol import Policy
 from blend_engine.segments import SegmentContext, SegmentSpan
 
 BUDGET = 64
 SYNCHRONOUS = BUDGET - BUDGET // 4
 LONG = 150
 TOLERANCE = 1e-4
-
-
-@dataclass
-class Stepper:
-    """Drives the engine step by step and counts what passes compute in each."""
-
-    served: Served
-    pass_tokens: list[int] = field(default_factory=list)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def engine(self) -> Any:
-        return self.served.driver.llm.llm_engine
-
-    def add(
-        self,
-        ids: Sequence[int],
-        params: RequestParams | None = None,
-        *,
-        max_tokens: int = 1,
-        salt: str | None = None,
-    ) -> str:
-        request_id = self.served.driver.add(ids, params, max_tokens=max_tokens, salt=salt)
-        self.tokens[request_id] = []
-        return request_id
-
-    def step(self) -> None:
-        self.pass_tokens.append(0)
-        for output in self.engine.step():
-            self.tokens[output.request_id] = list(output.outputs[0].token_ids)
-
-    def drain(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.step()
-        # Whatever the last step has freed is settled by one more.
-        self.step()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.served.driver.scheduler._flights)
 
 
 @pytest.fixture(scope="module")
@@ -73,59 +37,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def stepper(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepper]:
-    stepper = Stepper(served)
-    original = ModelPass._call
-
-    def counting(this: ModelPass, positions_T: torch.Tensor, **options: Any) -> Any:
-        if stepper.pass_tokens:
-            stepper.pass_tokens[-1] += len(positions_T)
-        return original(this, positions_T, **options)
-
-    monkeypatch.setattr(ModelPass, "_call", counting)
-    yield stepper
-    stepper.drain()
-    stats = served.driver.scheduler.store_stats()
-    assert (stats.num_leases, stepper.in_flight) == (0, 0)
-    assert not served.driver.scheduler._index._evicted
-    assert num_free_blocks(served) == num_blocks(served)
-
-
-def block_pool(served: Served) -> Any:
-    engine_core = served.driver.llm.llm_engine.engine_core.engine_core
-    return engine_core.scheduler.kv_cache_manager.block_pool
-
-
-def num_free_blocks(served: Served) -> int:
-    return int(block_pool(served).get_num_free_blocks())
-
-
-def num_blocks(served: Served) -> int:
-    """All but the null block."""
-    return int(block_pool(served).num_gpu_blocks) - 1
-
-
-def prompt_of(served: Served, seed: int, length: int, *, document: int) -> Prompt:
-    """A document between a little fresh text."""
-    return with_document(
-        served, seed, served.ids(document, length), before=11, after_seed=seed + 1, after=9
-    )
-
-
-def compile_of(served: Served, ids: Sequence[int]) -> tuple[list[int], CompileParams]:
-    prompt_ids, span = compile_prompt(served.driver.tokenizer, SegmentContext.FREE, ids)
-    return prompt_ids, CompileParams(plan_id=uuid.uuid4().hex, tenant="tests", segment=span)
-
-
-def alone(stepper: Stepper, ids: Sequence[int], params: Any = None, max_tokens: int = 1) -> Any:
-    request_id = stepper.add(ids, params, max_tokens=max_tokens)
-    stepper.drain()
-    return stepper.tokens[request_id]
+    with stepping(served, monkeypatch) as started:
+        yield started
 
 
 def test_a_long_compile_takes_no_step_from_a_decode(stepper: Stepper, served: Served) -> None:
     """One token a step, and no step computes more of the compile than the budget allows."""
     chat = served.ids(1, 20)
-    expected = alone(stepper, chat, max_tokens=80)
+    expected = stepper.alone(chat, max_tokens=80)
     ids = served.ids(2, LONG)
     decoding = stepper.add(chat, max_tokens=80)
     stepper.step()
@@ -186,7 +105,7 @@ def test_small_passes_wait_for_their_step(stepper: Stepper, served: Served) -> N
     prompts = [prompt_of(served, 30 + 2 * seed, length, document=4) for seed in range(10)]
     served.driver.compile(prompts[0])
     plans = [blend_params(prompt, Policy.SINKS, 0.25) for prompt in prompts]
-    solo = [alone(stepper, prompts[at].ids, plans[at], 4) for at in range(10)]
+    solo = [stepper.alone(prompts[at].ids, plans[at], 4) for at in range(10)]
     stepper.pass_tokens.clear()
     requests = [
         stepper.add(prompt.ids, blend_params(prompt, Policy.SINKS, 0.25), max_tokens=4)
@@ -251,7 +170,7 @@ def test_a_long_pass_may_hit_blocks_written_in_the_step_that_admits_it(
     span = SegmentSpan(start=70, end=70 + LONG, context=SegmentContext.FREE)
     prompt = Prompt([*head, *served.ids(91, 6), *document, *served.ids(92, 9)], (span,))
     served.driver.compile(prompt)
-    expected = alone(stepper, prompt.ids, blend_params(prompt, Policy.SINKS, 0.5), 6)
+    expected = stepper.alone(prompt.ids, blend_params(prompt, Policy.SINKS, 0.5), 6)
     salt = uuid.uuid4().hex
     stepper.add([*head, *served.ids(93, 5)], salt=salt)
     params = blend_params(prompt, Policy.SINKS, 0.5)
