@@ -180,6 +180,22 @@ class Driver:
         )
         return request_id
 
+    def ask(
+        self,
+        ids: Sequence[int],
+        params: RequestParams | None = None,
+        *,
+        salt: str | None = None,
+        max_tokens: int = 1,
+        **sampling: Any,
+    ) -> Any:
+        """One request with sampling parameters of its own; returns what vLLM answered."""
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=salt or uuid.uuid4().hex)
+        options = _sampling(params, max_tokens, **sampling)
+        return self.llm.generate(prompt, options, use_tqdm=False)[0]
+
     def noise(self, ids: list[int]) -> float:
         """Bound for two right answers of this engine: four times what vLLM itself differs by.
 
@@ -247,18 +263,12 @@ class Driver:
         self.scheduler.take_stats = recording
 
 
-def _sampling(params: RequestParams | None, max_tokens: int, *, ignore_eos: bool = False) -> Any:
+def _sampling(params: RequestParams | None, max_tokens: int, **changes: Any) -> Any:
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": params.to_kv_transfer_params()} if params else None
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        ignore_eos=ignore_eos,
-        logprobs=-1,
-        extra_args=extra,
-        seed=0,
-    )
+    greedy = {"temperature": 0.0, "logprobs": -1, "seed": 0}
+    return SamplingParams(max_tokens=max_tokens, extra_args=extra, **{**greedy, **changes})
 
 
 def _lead(step: Any) -> float:
