@@ -127,7 +127,11 @@ def prompt_of(served: Served, seed: int, length: int, *, document: int, after: i
 
 
 def compile_of(
-    served: Served, ids: Sequence[int], *, tenant: str = "tests"
+    served: Served,
+    ids: Sequence[int],
+    *,
+    tenant: str = "tests",
+    context: SegmentContext = SegmentContext.FREE,
 ) -> tuple[list[int], CompileParams]:
-    prompt_ids, span = compile_prompt(served.driver.tokenizer, SegmentContext.FREE, ids)
+    prompt_ids, span = compile_prompt(served.driver.tokenizer, context, ids)
     return prompt_ids, CompileParams(plan_id=uuid.uuid4().hex, tenant=tenant, segment=span)
