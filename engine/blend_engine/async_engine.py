@@ -9,7 +9,8 @@ import asyncio
 import multiprocessing
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Sequence
+from http import HTTPStatus
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from blend_engine.compile_queue import CompileJob, CompileQueue
 from blend_engine.config import BlendConfig
-from blend_engine.errors import ColdDocument, EngineUnavailable
+from blend_engine.errors import ColdDocument, EngineBusy, EngineUnavailable, InvalidGrammar
 from blend_engine.launch import WORKER_EXTENSION, kv_transfer_config
 from blend_engine.mirror import EngineMirror, MirrorStatLogger
 from blend_engine.ports import CompileOutcome
@@ -51,6 +52,8 @@ class BlendAsyncLLM(AsyncLLM):
     blend_config: BlendConfig
     _mirror: EngineMirror
     _queue: CompileQueue
+    _unanswered: list[set[SegmentKey]]
+    """Per request without a first token: what was dropped since it came."""
 
     @classmethod
     async def start(
@@ -93,6 +96,7 @@ class BlendAsyncLLM(AsyncLLM):
         engine.blend_config = config
         engine._mirror = mirror
         engine._queue = CompileQueue(engine._compile, max_depth=config.compile_queue_depth)
+        engine._unanswered = []
         await engine._attach()
         return engine
 
@@ -136,6 +140,7 @@ class BlendAsyncLLM(AsyncLLM):
 
         Raises:
             EngineUnavailable: The engine died.
+            EngineBusy: Its queue is full.
         """
         job = _job(tenant, context, token_ids)
         refusal = self._refusal(job)
@@ -150,17 +155,18 @@ class BlendAsyncLLM(AsyncLLM):
         self, *, tenant: str, context: SegmentContext, token_ids: Sequence[int]
     ) -> bool:
         """Queue a compile; False where the queue is full. Already queued or resident: True."""
-        job = _job(tenant, context, token_ids)
-        if self._refusal(job) is not None:
-            return True
-        return self._queue.submit(job) is not None
+        return self._submit(_job(tenant, context, token_ids))
 
     async def drop(self, keys: Sequence[SegmentKey]) -> None:
         """Remove segments from the store; returns when leases are gone and the KV is, too.
 
         Raises:
             EngineUnavailable: The engine died.
+            EngineBusy: Its queue is full; the segments may still be there.
         """
+        # A request that missed them before must not bring them back.
+        for dropped in self._unanswered:
+            dropped.update(keys)
         await self._queue.let_go(keys)
         params = DropParams(plan_id=uuid.uuid4().hex, keys=tuple(keys))
         await self._run_one_token([0], params.plan_id, params.to_kv_transfer_params(), priority=0)
@@ -175,25 +181,28 @@ class BlendAsyncLLM(AsyncLLM):
 
         Raises:
             ColdDocument: Strict mode met a segment without KV.
+            InvalidGrammar: What the answer is constrained to cannot be compiled.
         """
         params = _blend_params(sampling_params)
         stream = super().generate(prompt, sampling_params, request_id, **kwargs)
-        if params is None:
-            async for output in stream:
-                yield output
-            return
         report: BlendReport | None = None
+        dropped: set[SegmentKey] = set()
+        self._unanswered.append(dropped)
         is_first = True
         try:
             async for output in stream:
                 if is_first:
                     is_first = False
-                    report = await self.report(params.plan_id)
-                    self._follow_up(params, report, output.prompt_token_ids or [])
+                    _check_grammar(sampling_params, output)
+                    if params is not None:
+                        report = await self.report(params.plan_id)
+                        self._follow_up(params, report, output.prompt_token_ids or [], dropped)
+                    self._forget(dropped)
                 if report is not None:
                     output.num_cached_tokens = report.cached_tokens
                 yield output
         finally:
+            self._forget(dropped)
             await stream.aclose()
 
     @override
@@ -213,7 +222,11 @@ class BlendAsyncLLM(AsyncLLM):
         await self._run_one_token([0], uuid.uuid4().hex, None, priority=0)
 
     def _follow_up(
-        self, params: BlendParams, report: BlendReport | None, prompt_ids: Sequence[int]
+        self,
+        params: BlendParams,
+        report: BlendReport | None,
+        prompt_ids: Sequence[int],
+        dropped: Container[SegmentKey],
     ) -> None:
         if report is None:
             if params.strict:
@@ -232,11 +245,16 @@ class BlendAsyncLLM(AsyncLLM):
             if status not in lost:
                 continue
             span = params.segments[index]
-            self.compile_in_background(
-                tenant=params.tenant,
-                context=span.context,
-                token_ids=prompt_ids[span.start : span.end],
-            )
+            job = _job(params.tenant, span.context, prompt_ids[span.start : span.end])
+            if job.key not in dropped:
+                self._submit(job)
+
+    def _forget(self, dropped: set[SegmentKey]) -> None:
+        """The request has its first token, or ends without one."""
+        self._unanswered = [each for each in self._unanswered if each is not dropped]
+
+    def _submit(self, job: CompileJob) -> bool:
+        return self._refusal(job) is not None or self._queue.submit(job) is not None
 
     def _refusal(self, job: CompileJob) -> CompileOutcome | None:
         """An outcome known without asking the engine."""
@@ -288,6 +306,11 @@ class BlendAsyncLLM(AsyncLLM):
                 pass
         except EngineDeadError as error:
             raise EngineUnavailable("the engine died") from error
+        except Exception as error:
+            # vLLM's own error says so by this attribute, where its version has a limit.
+            if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise EngineBusy("the engine's queue is full") from error
+            raise
 
 
 async def _load_in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
@@ -328,6 +351,21 @@ def _documents(params: BlendParams) -> list[int]:
         for index, span in enumerate(params.segments)
         if span.context is not SegmentContext.PREFIX
     ]
+
+
+def _check_grammar(sampling_params: Any, output: RequestOutput) -> None:
+    """Tell a grammar that vLLM could not compile from its other failures.
+
+    It says "error" of all of them; this is the only one before the first token of a request that
+    has a grammar.
+
+    Raises:
+        InvalidGrammar: It was that.
+    """
+    if getattr(sampling_params, "structured_outputs", None) is None:
+        return
+    if any(each.finish_reason == "error" and not each.token_ids for each in output.outputs):
+        raise InvalidGrammar("what the answer is to be constrained to cannot be compiled")
 
 
 def _blend_params(sampling_params: Any) -> BlendParams | None:

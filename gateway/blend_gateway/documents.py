@@ -18,7 +18,7 @@ from blend_engine.errors import BlendError
 from blend_engine.ports import BlendEngine
 from blend_engine.segments import SegmentContext, SegmentKey, segment_key
 from blend_gateway.assembler.documents import Document, Resolver
-from blend_gateway.errors import DocumentNotFound, TooManyDocuments
+from blend_gateway.errors import DocumentNotFound, TooManyDocuments, shape_of
 from blend_gateway.salts import Tenant
 
 _log = logging.getLogger(__name__)
@@ -94,6 +94,19 @@ class Entry:
         return self.job is not None and not self.job.done()
 
 
+@dataclass(slots=True)
+class _Removal:
+    """The deletions under way of one segment's KV.
+
+    Args:
+        num_running: How many there are.
+        is_over: Set when the last has ended.
+    """
+
+    num_running: int = 0
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """A slice of a tenant's documents."""
@@ -125,7 +138,7 @@ class DocumentRegistry:
         self._max_documents = max_documents
         self._on_compiled = on_compiled
         self._tenants: dict[str, dict[str, Entry]] = {}
-        self._dropping: dict[SegmentKey, asyncio.Event] = {}
+        self._removals: dict[SegmentKey, _Removal] = {}
         self._slots = asyncio.Semaphore(_CONCURRENT_COMPILES)
 
     async def register(self, tenant: Tenant, draft: Draft) -> Entry:
@@ -224,22 +237,30 @@ class DocumentRegistry:
 
         Raises:
             DocumentNotFound: Unknown to this tenant.
-            EngineUnavailable: The engine died.
+            EngineUnavailable: The engine died. The document is still there.
+            EngineBusy: Its queue is full. The document is still there.
         """
         entry = self.get(tenant, entry_id)
         entries = self._tenants[tenant.name]
         del entries[entry_id]
         if any(other.key == entry.key for other in entries.values()):
             return
-        # A document registered meanwhile is compiled once this KV is gone.
-        gone = self._dropping.setdefault(entry.key, asyncio.Event())
+        # A document registered meanwhile is compiled once this KV is gone; it may be deleted, too.
+        removal = self._removals.setdefault(entry.key, _Removal())
+        removal.num_running += 1
         try:
             # The engine ends the compile behind the job, without waiting for those of others.
             await _cancel_job(entry)
             await self._engine.drop([entry.key])
+        except BlendError:
+            # Its KV may still be there, so it must be possible to ask again.
+            entries.setdefault(entry_id, entry)
+            raise
         finally:
-            self._dropping.pop(entry.key, None)
-            gone.set()
+            removal.num_running -= 1
+            if removal.num_running == 0:
+                del self._removals[entry.key]
+                removal.is_over.set()
 
     async def wait(self, entries: Iterable[Entry], seconds: float) -> None:
         """Wait until the entries' compiles have ended, at most so long."""
@@ -280,7 +301,7 @@ class DocumentRegistry:
         return [entry for entries in self._tenants.values() for entry in entries.values()]
 
     def _is_resident(self, key: SegmentKey) -> bool:
-        return key not in self._dropping and self._engine.is_resident(key)
+        return key not in self._removals and self._engine.is_resident(key)
 
     def _start_compile(self, tenant: Tenant, entry: Entry) -> None:
         if entry.is_pending or self._is_resident(entry.key):
@@ -303,8 +324,8 @@ class DocumentRegistry:
         return None
 
     async def _compile(self, tenant: Tenant, entry: Entry) -> None:
-        while (dropping := self._dropping.get(entry.key)) is not None:
-            await dropping.wait()
+        while (removal := self._removals.get(entry.key)) is not None:
+            await removal.is_over.wait()
         async with self._slots:
             entry.is_started = True
             started = time.monotonic()
@@ -316,7 +337,7 @@ class DocumentRegistry:
             except BlendError as error:
                 _log.warning("compile of %s failed: %s", entry.id, error)
                 entry.failure = CompileFailure(
-                    code="engine_unavailable", message="the engine did not answer"
+                    code=shape_of(error).code, message="the engine did not compile it"
                 )
                 return
             if outcome.ready:

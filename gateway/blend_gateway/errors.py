@@ -25,7 +25,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from blend_engine.errors import BlendClientError, BlendServerError, ColdDocument, EngineUnavailable
+from blend_engine.errors import (
+    BlendClientError,
+    BlendServerError,
+    ColdDocument,
+    EngineBusy,
+    EngineUnavailable,
+    InvalidGrammar,
+)
 
 CLIENT_ERROR = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -140,8 +147,10 @@ ERROR_SHAPES: Mapping[type[Exception], ErrorShape] = MappingProxyType(
         RequestFailed: ErrorShape(500, SERVER_ERROR, "request_failed"),
         BlendClientError: ErrorShape(400, CLIENT_ERROR, "invalid_request"),
         ColdDocument: ErrorShape(409, CLIENT_ERROR, "document_cold", should_retry=False),
+        InvalidGrammar: ErrorShape(400, CLIENT_ERROR, "invalid_grammar"),
         BlendServerError: ErrorShape(500, SERVER_ERROR, "request_failed"),
         EngineUnavailable: ErrorShape(503, SERVER_ERROR, "engine_unavailable", retry_after_s=10),
+        EngineBusy: ErrorShape(503, SERVER_ERROR, "overloaded", retry_after_s=1),
     }
 )
 UNFORESEEN = ErrorShape(500, SERVER_ERROR, "internal_error")

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from blend_engine.errors import EngineUnavailable
+from blend_engine.errors import EngineBusy, EngineUnavailable
 from blend_engine.ports import CompileOutcome
 from blend_engine.protocol import BlendReport, StoreStats
 from blend_engine.segments import SegmentContext, SegmentKey, segment_key
@@ -27,6 +27,7 @@ class FakeEngine:
     min_segment_tokens: int = 4
     failure: str | None = None
     is_dead: bool = False
+    is_busy: bool = False
     resident: set[SegmentKey] = field(default_factory=set)
     compiling: set[SegmentKey] = field(default_factory=set)
     dropped: list[SegmentKey] = field(default_factory=list)
@@ -41,6 +42,7 @@ class FakeEngine:
         await self.gate.wait()
         if self.is_dead:
             raise EngineUnavailable("the engine died")
+        self._check_busy()
         if self.failure is None:
             self.resident.add(key)
         return CompileOutcome(key=key, ready=self.failure is None, reason=self.failure)
@@ -57,8 +59,13 @@ class FakeEngine:
         return key in self.compiling
 
     async def drop(self, keys: Sequence[SegmentKey]) -> None:
+        self._check_busy()
         self.dropped += keys
         self.resident -= set(keys)
+
+    def _check_busy(self) -> None:
+        if self.is_busy:
+            raise EngineBusy("the engine's queue is full")
 
     async def report(self, plan_id: str) -> BlendReport | None:
         return None

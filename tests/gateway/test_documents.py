@@ -5,6 +5,7 @@ import pytest
 from tests.gateway.asgi import until
 from tests.gateway.fakes import FakeEngine
 
+from blend_engine.errors import EngineBusy
 from blend_engine.segments import SegmentContext, SegmentKey, segment_key
 from blend_gateway.documents import (
     DocumentRegistry,
@@ -157,6 +158,20 @@ async def test_a_dead_engine_fails_the_document_not_the_registry(
     assert entry.failure.code == "engine_unavailable"
 
 
+async def test_a_compile_that_the_engine_has_no_room_for_can_be_tried_again(
+    registry: DocumentRegistry, engine: FakeEngine
+) -> None:
+    engine.is_busy = True
+    entry = await ready(registry, engine)
+    assert registry.status(entry) is RegisteredStatus.FAILED
+    assert entry.failure is not None
+    assert entry.failure.code == "overloaded"
+    engine.is_busy = False
+    registry.warm(ALICE, entry.id)
+    await registry.wait([entry], 5)
+    assert registry.status(entry) is RegisteredStatus.READY
+
+
 @pytest.mark.parametrize(
     ("engine", "code"),
     [
@@ -238,6 +253,66 @@ async def test_registering_while_the_same_document_is_deleted_compiles_it_again(
     await registry.wait([again], 5)
     assert registry.status(again) is RegisteredStatus.READY
     assert engine.resident == {again.key}
+
+
+async def test_deletions_that_overlap_are_all_waited_for(
+    registry: DocumentRegistry, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted, registered and deleted again at once; what is registered then waits for both."""
+    may_drop, drop = [asyncio.Event(), asyncio.Event()], engine.drop
+    waiting = iter(may_drop)
+
+    async def slow_drop(keys: Sequence[SegmentKey]) -> None:
+        await next(waiting).wait()
+        await drop(keys)
+
+    monkeypatch.setattr(engine, "drop", slow_drop)
+    deletions = []
+    entry = await ready(registry, engine)
+    for _ in may_drop:
+        deletions.append(asyncio.create_task(registry.delete(ALICE, entry.id)))
+        await asyncio.sleep(0)
+        entry = await registry.register(ALICE, DRAFT)
+    for event, deletion in zip(may_drop, deletions, strict=True):
+        assert registry.status(entry) is RegisteredStatus.QUEUED
+        event.set()
+        await deletion
+        await asyncio.sleep(0)
+    await registry.wait([entry], 5)
+    assert registry.status(entry) is RegisteredStatus.READY
+    assert engine.resident == {entry.key}
+
+
+async def test_a_deletion_that_the_engine_refuses_can_be_asked_for_again(
+    registry: DocumentRegistry, engine: FakeEngine
+) -> None:
+    entry = await ready(registry, engine)
+    engine.is_busy = True
+    with pytest.raises(EngineBusy):
+        await registry.delete(ALICE, entry.id)
+    assert registry.get(ALICE, entry.id) is entry
+    engine.is_busy = False
+    await registry.delete(ALICE, entry.id)
+    assert engine.dropped == [entry.key]
+
+
+async def test_one_tenants_texts_and_kv_are_nothing_to_another(
+    registry: DocumentRegistry, engine: FakeEngine
+) -> None:
+    """The same text is another document with a compile of its own, and outlives the other's."""
+    hers = await ready(registry, engine)
+    engine.gate.clear()
+    his = await registry.register(BOB, DRAFT)
+    assert his.id != hers.id
+    assert his.key != hers.key
+    assert registry.status(his) is RegisteredStatus.QUEUED
+    engine.gate.set()
+    await registry.wait([his], 5)
+    assert engine.num_compiles == 2
+    assert registry.page(BOB, limit=5).entries == (his,)
+    await registry.delete(BOB, his.id)
+    assert engine.dropped == [his.key]
+    assert registry.status(hers) is RegisteredStatus.READY
 
 
 async def test_deleting_leaves_a_compile_that_another_document_needs(

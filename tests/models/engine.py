@@ -40,10 +40,10 @@ class Served:
 
     def ids(self, seed: int, length: int) -> list[int]:
         """Random token ids, the special ones left out."""
-        return _random_ids(seed, length)
+        return random_ids(seed, length)
 
 
-def _random_ids(seed: int, length: int) -> list[int]:
+def random_ids(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
 
@@ -105,7 +105,7 @@ def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Itera
             noise = family.machine.noise
             if noise is None:
                 # A refused model does the same sums twice, and only those.
-                noise = LITTLE_NOISE if refusal else driver.noise(_random_ids(5, NOISE_TOKENS))
+                noise = LITTLE_NOISE if refusal else driver.noise(random_ids(5, NOISE_TOKENS))
             yield Served(family, driver, refusal, noise)
         finally:
             llm.llm_engine.engine_core.shutdown()
