@@ -77,10 +77,11 @@ def pass_tokens(plan: Plan, params: BlendParams | CompileParams, num_layers: int
         params: Say what is recomputed.
         num_layers: Attention layers of the model.
     """
+    if isinstance(params, CompileParams):
+        # Cached blocks are not believed; and its pieces must not depend on what is cached.
+        return plan.covered_end
     num_loaded = sum(hit.num_tokens for hit in plan.hits)
     num_fresh = plan.num_external_tokens - num_loaded
-    if isinstance(params, CompileParams):
-        return num_fresh
     blended = [hit for hit in plan.hits if hit.is_blended]
     num_blended = sum(hit.num_tokens for hit in blended)
     ratio = params.recompute_ratio

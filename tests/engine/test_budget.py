@@ -62,10 +62,12 @@ def test_local_hit_takes_its_part_of_the_selection() -> None:
     assert pass_tokens(plan, params_of(Policy.SINKS, 0.25), NUM_LAYERS) == 5 + 5 + 15
 
 
-def test_compile_costs_all_that_it_covers() -> None:
+@pytest.mark.parametrize("num_computed", [0, 64])
+def test_compile_costs_all_that_it_covers(num_computed: int) -> None:
+    """Also what vLLM has cached of its prompt, for it is computed again."""
     span = SegmentSpan(start=10, end=90, context=SegmentContext.FREE)
     params = CompileParams(plan_id="c", tenant="t", segment=span)
-    plan = Plan(num_computed=0, covered_end=90, hits=())
+    plan = Plan(num_computed=num_computed, covered_end=90, hits=())
     assert pass_tokens(plan, params, NUM_LAYERS) == 90
 
 

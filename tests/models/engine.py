@@ -71,6 +71,20 @@ def counted_preemptions(served: Served, monkeypatch: pytest.MonkeyPatch) -> list
     return preempted
 
 
+def found_in_cache(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that vLLM finds in its own cache, per request from here on."""
+    asked_at: list[int] = []
+    scheduler = served.driver.llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler.connector.get_num_new_matched_tokens
+
+    def recording(request: object, num_computed: int) -> object:
+        asked_at.append(num_computed)
+        return original(request, num_computed)
+
+    monkeypatch.setattr(scheduler.connector, "get_num_new_matched_tokens", recording)
+    return asked_at
+
+
 @contextmanager
 def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Iterator[Served]:
     """Write the model, serve it, shut it down."""

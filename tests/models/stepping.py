@@ -12,6 +12,7 @@ from tests.models.engine import Served, with_document
 from tests.real.driver import Prompt
 
 from blend_engine.model_pass import ModelPass
+from blend_engine.pool import StoredSegment
 from blend_engine.preamble import compile_prompt
 from blend_engine.protocol import CompileParams, RequestParams
 from blend_engine.segments import SegmentContext
@@ -135,3 +136,10 @@ def compile_of(
 ) -> tuple[list[int], CompileParams]:
     prompt_ids, span = compile_prompt(served.driver.tokenizer, context, ids)
     return prompt_ids, CompileParams(plan_id=uuid.uuid4().hex, tenant=tenant, segment=span)
+
+
+def same_bytes(one: StoredSegment | None, other: StoredSegment | None) -> bool:
+    """Whether both hold the same KV, bit for bit."""
+    assert one is not None
+    assert other is not None
+    return torch.equal(one.k_LTHD, other.k_LTHD) and torch.equal(one.v_LTHD, other.v_LTHD)

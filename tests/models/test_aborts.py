@@ -6,14 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 from tests.models.engine import CONFIG, Served, serving
 from tests.models.families import BLENDED
-from tests.models.stepping import Stepper, check_at_rest, compile_of, prompt_of, stepping
+from tests.models.stepping import (
+    Stepper,
+    check_at_rest,
+    compile_of,
+    prompt_of,
+    same_bytes,
+    stepping,
+)
 from tests.real.driver import TENANT, blend_params
 
 from blend_engine.model_pass import ModelPass
-from blend_engine.pool import StoredSegment
 from blend_engine.protocol import BlendParams, DropParams, Policy, RequestParams
 from blend_engine.segments import SegmentContext, segment_key
 from blend_engine.tracking import TrackedRequest
@@ -238,11 +243,6 @@ def abort_at(stage: Stage, life: Life) -> None:
     life.stepper.drain()
     check_at_rest(life.stepper)
     life.check_beside()
-
-
-def same_bytes(one: StoredSegment, other: StoredSegment) -> bool:
-    """Whether two segments hold the same KV, bit for bit."""
-    return torch.equal(one.k_LTHD, other.k_LTHD) and torch.equal(one.v_LTHD, other.v_LTHD)
 
 
 @pytest.fixture(scope="module")

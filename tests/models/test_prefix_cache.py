@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.engine import Served, serving, with_document
+from tests.models.engine import Served, found_in_cache, serving, with_document
 from tests.models.families import BLENDED
 from tests.real.driver import Answer, Prompt, blend_params, max_logprob_difference, same_text
 from torch import Tensor
@@ -179,20 +179,6 @@ def test_a_document_that_begins_in_vllms_memory_is_compared_from_there_on(
     assert report.recomputed_tokens == report.loaded_tokens == DOCUMENT - cached
     torch.testing.assert_close(scores[1], scores[0][cached:], rtol=1e-3, atol=1e-3)
     assert max_logprob_difference(driver.full(prompt.ids), answer) < served.noise
-
-
-def found_in_cache(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that vLLM finds in its own cache, per request from here on."""
-    asked_at: list[int] = []
-    scheduler = served.driver.llm.llm_engine.engine_core.engine_core.scheduler
-    original = scheduler.connector.get_num_new_matched_tokens
-
-    def recording(request: object, num_computed: int) -> object:
-        asked_at.append(num_computed)
-        return original(request, num_computed)
-
-    monkeypatch.setattr(scheduler.connector, "get_num_new_matched_tokens", recording)
-    return asked_at
 
 
 def recorded_scores(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
