@@ -6,6 +6,7 @@ queues compiles of what missed, and knows what is resident.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import threading
 import uuid
@@ -18,6 +19,7 @@ from typing_extensions import override
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -39,7 +41,10 @@ from blend_engine.protocol import (
     StoreStats,
     parse_request_params,
 )
+from blend_engine.reporting import describe
 from blend_engine.segments import SegmentContext, SegmentKey, segment_key
+
+logger = init_logger(__name__)
 
 _REPORT_TIMEOUT_S = 10.0
 _COMPILE_PRIORITY = 1000
@@ -203,6 +208,8 @@ class BlendAsyncLLM(AsyncLLM):
                 yield output
         finally:
             self._forget(dropped)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("request %s: %s", request_id, describe(params, report))
             await stream.aclose()
 
     @override
@@ -279,9 +286,11 @@ class BlendAsyncLLM(AsyncLLM):
         )
         failure = self._mirror.take_compile_failure(params.plan_id)
         ready = failure is None and self.is_resident(job.key)
-        return CompileOutcome(
-            key=job.key, ready=ready, reason=None if ready else failure or "evicted"
+        reason = None if ready else failure or "evicted"
+        logger.debug(
+            "compile %s: tokens=%d %s", params.plan_id, span.num_tokens, reason or "stored"
         )
+        return CompileOutcome(key=job.key, ready=ready, reason=reason)
 
     async def _run_one_token(
         self,

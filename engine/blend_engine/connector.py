@@ -1,6 +1,6 @@
 """The connectors that vLLM loads. They choose a role and forward; no logic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from blend_engine.attached import UnsupportedModel, bytes_per_token
 from blend_engine.budget import PassBudget
 from blend_engine.config import BlendConfig
 from blend_engine.messages import BlendMetadata
+from blend_engine.prom_metrics import BlendPromMetrics
 from blend_engine.reporting import BlendStats
 from blend_engine.scheduler import BlendScheduler
 from blend_engine.worker import BlendWorker
@@ -146,6 +147,17 @@ class BlendConnector(KVConnectorBase_V1):
     @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
         return BlendStats(data=data or {})
+
+    @classmethod
+    @override
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: Mapping[Any, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> BlendPromMetrics:
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class HybridConnector(BlendConnector, SupportsHMA):

@@ -46,8 +46,11 @@ class BlendStats(KVConnectorStats):
     @override
     def reduce(self) -> dict[str, int | float]:
         store = self.data.get("store", {})
+        reports = self.data.get("reports", [])
         return {
-            "plans": len(self.data.get("reports", [])),
+            "plans": len(reports),
+            "reused_tokens": sum(report["reused_tokens"] for report in reports),
+            "recomputed_tokens": sum(report["recomputed_tokens"] for report in reports),
             "store_bytes": store.get("num_bytes", 0),
             "store_segments": store.get("num_segments", 0),
             "loaded_tokens_total": store.get("loaded_tokens", 0),
@@ -66,11 +69,18 @@ class Outbox:
     events: list[StoreEvent] = field(default_factory=list)
     unsupported_reason: str | None = None
     announce: bool = False
+    _told: StoreStats | None = None
 
     def take(self, store: StoreStats) -> BlendStats | None:
-        """Everything collected, with the store as it is now; None where nothing was."""
-        if not (self.reports or self.events or self.announce):
+        """Everything collected, with the store as it is now; None where there is nothing new.
+
+        The store alone is news, too: leases of a request that ends early come back without a
+        report, and would else be seen as held until another request reports.
+        """
+        is_changed = self._told not in (None, store)
+        if not (self.reports or self.events or self.announce or is_changed):
             return None
+        self._told = store
         stats = BlendStats(
             data={
                 "reports": [report.to_wire() for report in self.reports],
@@ -81,6 +91,27 @@ class Outbox:
         )
         self.reports, self.events, self.announce = [], [], False
         return stats
+
+
+def describe(params: BlendParams | None, report: BlendReport | None) -> str:
+    """A request's plan and outcome in one line for the log; nothing of its text or tenant."""
+    if params is None:
+        return "no plan"
+    lengths = ",".join(str(span.num_tokens) for span in params.segments)
+    plan = (
+        f"plan {params.plan_id} policy={params.policy} ratio={params.recompute_ratio:g}"
+        f" segments={lengths}{' strict' if params.strict else ''}"
+    )
+    if report is None:
+        return f"{plan}; ended without a report"
+    return (
+        f"{plan}; prompt={report.prompt_tokens} prefix={report.prefix_tokens}"
+        f" reused={report.reused_tokens} recomputed={report.recomputed_tokens}"
+        f" computed={report.computed_tokens} charged={report.charged_ratio:.3f}"
+        f" statuses={','.join(report.segments)}"
+        f" fallback={report.fallback_reason or 'none'}"
+        f" {'approximate' if report.approximate else 'exact'}"
+    )
 
 
 def make_report(

@@ -10,15 +10,17 @@ pytest.importorskip("vllm")
 
 from blend_engine.mirror import EngineMirror, MirrorStatLogger
 from blend_engine.protocol import (
+    BlendParams,
     BlendReport,
     FallbackReason,
+    Policy,
     SegmentStatus,
     StoreEvent,
     StoreEventKind,
     StoreStats,
 )
-from blend_engine.reporting import BlendStats, Outbox
-from blend_engine.segments import SegmentKey
+from blend_engine.reporting import BlendStats, Outbox, describe
+from blend_engine.segments import SegmentContext, SegmentKey, SegmentSpan
 
 pytestmark = pytest.mark.vllm
 
@@ -232,6 +234,32 @@ def test_unsupported_model_is_heard_of():
     outbox = Outbox(unsupported_reason="MLA", announce=True)
     assert mirror_of(outbox.take(STORE).data).unsupported_reason == "MLA"
     assert mirror_of(step()).unsupported_reason is None
+
+
+def test_a_lease_that_comes_back_without_a_report_is_told():
+    """Its request has ended early; the gauge does not wait for another request's report."""
+    outbox = Outbox(announce=True)
+    assert outbox.take(STORE) is not None
+    assert outbox.take(STORE) is None
+    freed = replace(STORE, num_leases=0)
+    assert mirror_of(outbox.take(freed).data).store == freed
+    assert outbox.take(freed) is None
+
+
+def test_the_log_line_tells_plan_and_outcome_but_not_whose():
+    """One line holds what was asked for and what came of it."""
+    span = SegmentSpan(start=3, end=60, context=SegmentContext.FREE)
+    params = BlendParams(
+        plan_id="plan", tenant="someone", segments=(span,), policy=Policy.HKVD, recompute_ratio=0.25
+    )
+    line = describe(params, REPORT)
+    assert "policy=hkvd ratio=0.25 segments=57;" in line
+    assert "prompt=100 prefix=10 reused=40 recomputed=20 computed=30 charged=0.333" in line
+    assert "statuses=hit,miss fallback=miss approximate" in line
+    assert "someone" not in line
+    assert "\n" not in line
+    assert describe(params, None).endswith("segments=57; ended without a report")
+    assert describe(None, None) == "no plan"
 
 
 def test_logger_feeds_the_mirror():
