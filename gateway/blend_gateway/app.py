@@ -96,6 +96,7 @@ async def _start(
             store=backend.engine.store_stats,
             compile_queue_depth=lambda: backend.engine.compile_queue_depth,
             documents=registry.count_by_status,
+            is_supported=lambda: backend.engine.unsupported_reason is None,
         )
     )
     runtime.service = Service(backend=backend, documents=registry)

@@ -19,6 +19,8 @@ from blend_gateway.outcome import Outcome
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _FAST_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
@@ -27,6 +29,7 @@ class EngineView:
     store: Callable[[], StoreStats]
     compile_queue_depth: Callable[[], int]
     documents: Callable[[], Mapping[str, int]]
+    is_supported: Callable[[], bool]
 
 
 class Metrics:
@@ -45,6 +48,18 @@ class Metrics:
             "blend_prompt_tokens_total",
             "Prompt tokens of reported requests, by where their KV came from.",
             ("source",),
+            registry=registry,
+        )
+        self.request_documents = Counter(
+            "blend_request_documents_total",
+            "Documents of chat requests, by what became of them.",
+            ("status",),
+            registry=registry,
+        )
+        self.charged_ratio = Histogram(
+            "blend_charged_ratio",
+            "Computation spent on reused and recomputed tokens, of blended requests; 1 saves none.",
+            buckets=_RATIOS,
             registry=registry,
         )
         self.fallbacks = Counter(
@@ -97,9 +112,13 @@ class Metrics:
         self.blend_requests.labels(mode, outcome.header_status).inc()
         if outcome.plan.documents and outcome.fallback_reason is not None:
             self.fallbacks.labels(str(outcome.fallback_reason)).inc()
+        for status in outcome.statuses:
+            self.request_documents.labels(str(status)).inc()
         report = outcome.report
         if report is None:
             return
+        if report.reused_tokens or report.recomputed_tokens:
+            self.charged_ratio.observe(report.charged_ratio)
         self.prompt_tokens.labels("prefix").inc(report.prefix_tokens)
         self.prompt_tokens.labels("reused").inc(report.reused_tokens)
         self.prompt_tokens.labels("recomputed").inc(report.recomputed_tokens)
@@ -158,6 +177,11 @@ class _EngineCollector(Collector):
             "blend_loaded_tokens",
             "Tokens whose KV was written from the store into the engine's.",
             value=store.loaded_tokens,
+        )
+        yield GaugeMetricFamily(
+            "blend_model_supported",
+            "1 where the model is blended, 0 where it is served exactly only.",
+            value=float(self._view.is_supported()),
         )
         yield GaugeMetricFamily(
             "blend_warm_queue_depth",

@@ -18,6 +18,7 @@ FLAGS = (
     *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
     *("--kv-cache-memory-bytes", "512M", "--max-num-seqs", "8"),
     *("--blend-min-segment-tokens", str(MIN_SEGMENT_TOKENS), "--blend-store-gib", "0.5"),
+    *("--uvicorn-log-level", "debug"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 

@@ -264,3 +264,59 @@ def test_metrics_tell_reused_from_computed(http: httpx.Client, server: Server) -
     assert server.metric("blend_store_bytes") > 0
     assert server.metric("blend_store_leases") == 0
     assert server.metric("vllm:prompt_tokens_total") > 0
+
+
+def test_vllms_own_metrics_show_what_the_connector_did(http: httpx.Client, server: Server) -> None:
+    """Under its interface for connectors, so also without the gateway."""
+    text = document("connected")
+    name = 'vllm:blend_prompt_tokens_total{engine="0",model_name='
+
+    def reused() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(name) and "reused" in line
+        )
+
+    stored = server.metric("vllm:blend_store_events_total")
+    register(http, text=text)
+    assert server.metric("vllm:blend_store_events_total") == stored + 1
+    before = reused()
+    blend = chat(http, "What is connected?", [text]).json()["blend"]
+    assert reused() - before == blend["reused_tokens"] > 0
+    assert server.metric("vllm:blend_store_bytes") == server.metric("blend_store_bytes") > 0
+    assert server.metric("blend_model_supported") == 1
+
+
+def test_no_metric_says_who_asked_or_what(http: httpx.Client) -> None:
+    """Neither a client's texts and names nor a document's id become labels."""
+    marked = {"id": "labelmark-id", "title": "labelmark-title", "text": document("labelmark")}
+    registered = register(http, text=document("labelmark-registered"))
+    headers = {"x-request-id": "labelmark-request", "x-tenant": "labelmark-tenant"}
+    body = {
+        "messages": [{"role": "user", "name": "labelmark-name", "content": "labelmark?"}],
+        "documents": [marked, {"document_id": registered["id"]}],
+        "user": "labelmark-user",
+        "max_tokens": 2,
+    }
+    assert http.post(CHAT, json=body, headers=headers).status_code == 200
+    assert http.get("/labelmark-path").status_code == 404
+    exposed = http.get("/metrics").text
+    assert "blend_request_documents_total" in exposed
+    assert "labelmark" not in exposed
+    assert registered["id"] not in exposed
+
+
+def test_a_request_leaves_one_line_with_plan_and_outcome(
+    http: httpx.Client, server: Server
+) -> None:
+    """At debug; the id is the response's."""
+    text = document("logged")
+    register(http, text=text)
+    body = chat(http, "What is logged?", [text], blend={"recompute_ratio": 0.2}).json()
+    lines = [line for line in server.log.read_text().splitlines() if body["id"] in line]
+    told = [line for line in lines if "policy=sinks ratio=0.2" in line]
+    assert len(told) == 1
+    assert told[0].startswith("DEBUG")
+    assert f"reused={body['blend']['reused_tokens']} " in told[0]
+    assert "statuses=" in told[0]
+    assert "What is logged?" not in told[0]
