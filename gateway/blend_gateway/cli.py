@@ -91,7 +91,12 @@ def _models(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    status: int = importlib.import_module("blend_gateway.bench").main(arguments)
+    from blend_engine.device import describe_device
+
+    apart = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0"
+    worker = "in a process of its own" if apart else "in the engine's process"
+    machine = f"{describe_device()}; vLLM's worker {worker}"
+    status: int = importlib.import_module("blend_gateway.bench").main(arguments, machine=machine)
     return status
 
 
