@@ -14,6 +14,7 @@ from tests.models.families import Family
 from tests.models.weights import VOCABULARY, write_model
 from tests.real.driver import LITTLE_NOISE, Driver, Prompt
 
+from blend_engine.async_engine import BlendAsyncLLM
 from blend_engine.config import BlendConfig
 from blend_engine.offline import attach, blend_llm_kwargs
 from blend_engine.segments import SegmentContext, SegmentSpan
@@ -128,3 +129,24 @@ def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Itera
             # vLLM reads the attributes of all imported modules when an engine starts, and fails at
             # this one, which n-gram speculation imports.
             sys.modules.pop("llvmlite.binding.ffi", None)
+
+
+async def start_async_engine(
+    family: Family, folder: Path, config: BlendConfig = CONFIG, **settings: Any
+) -> BlendAsyncLLM:
+    """Write the model and start the gateway's engine on it; the caller shuts it down."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    write_model(folder, family.model_type, family.config)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in family.machine.environment.items():
+            environment.setenv(name, value)
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            dtype=family.machine.dtype,
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            **settings,
+        )
+        return await BlendAsyncLLM.start(arguments, config)

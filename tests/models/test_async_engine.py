@@ -7,9 +7,8 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tests.models.engine import CONFIG, MAX_MODEL_LEN, random_ids
+from tests.models.engine import random_ids, start_async_engine
 from tests.models.families import BLENDED
-from tests.models.weights import write_model
 
 from blend_engine.async_engine import BlendAsyncLLM
 from blend_engine.errors import ColdDocument, EngineBusy, InvalidGrammar
@@ -31,24 +30,8 @@ def anyio_backend() -> str:
 async def engine(
     tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[BlendAsyncLLM]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    family, folder = BLENDED[0], tmp_path_factory.mktemp("model")
-    write_model(folder, family.model_type, family.config)
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in family.machine.environment.items():
-            environment.setenv(name, value)
-        started = await BlendAsyncLLM.start(
-            AsyncEngineArgs(
-                model=str(folder),
-                dtype=family.machine.dtype,
-                enforce_eager=True,
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=8,
-                max_num_queued_reqs=MAX_QUEUED,
-            ),
-            CONFIG,
-        )
+    folder = tmp_path_factory.mktemp("model")
+    started = await start_async_engine(BLENDED[0], folder, max_num_queued_reqs=MAX_QUEUED)
     try:
         assert started.unsupported_reason is None
         yield started
