@@ -21,6 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("
 FRONT_DOOR = {
     "async_engine",
     "config",
+    "device",
     "errors",
     "launch",
     "offline",

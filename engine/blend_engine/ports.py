@@ -35,6 +35,7 @@ class BlendEngine(Protocol):
 
         Raises:
             EngineUnavailable: The engine died.
+            EngineBusy: Its queue is full.
         """
 
     def compile_in_background(
@@ -53,6 +54,7 @@ class BlendEngine(Protocol):
 
         Raises:
             EngineUnavailable: The engine died.
+            EngineBusy: Its queue is full; the segments may still be there.
         """
 
     async def report(self, plan_id: str) -> BlendReport | None:

@@ -252,8 +252,8 @@ class DocumentRegistry:
             # The engine ends the compile behind the job, without waiting for those of others.
             await _cancel_job(entry)
             await self._engine.drop([entry.key])
-        except BlendError:
-            # Its KV may still be there, so it must be possible to ask again.
+        except Exception:
+            # Whatever it was, its KV may still be there, so it must be possible to ask again.
             entries.setdefault(entry_id, entry)
             raise
         finally:

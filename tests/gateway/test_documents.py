@@ -283,15 +283,24 @@ async def test_deletions_that_overlap_are_all_waited_for(
     assert engine.resident == {entry.key}
 
 
-async def test_a_deletion_that_the_engine_refuses_can_be_asked_for_again(
-    registry: DocumentRegistry, engine: FakeEngine
+@pytest.mark.parametrize("error", [EngineBusy("full"), RuntimeError("unforeseen")])
+async def test_a_deletion_that_fails_can_be_asked_for_again(
+    registry: DocumentRegistry,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
+    """Its KV may still be there, whatever kept it from being dropped."""
+
+    async def failing_drop(_keys: Sequence[SegmentKey]) -> None:
+        raise error
+
     entry = await ready(registry, engine)
-    engine.is_busy = True
-    with pytest.raises(EngineBusy):
-        await registry.delete(ALICE, entry.id)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "drop", failing_drop)
+        with pytest.raises(type(error)):
+            await registry.delete(ALICE, entry.id)
     assert registry.get(ALICE, entry.id) is entry
-    engine.is_busy = False
     await registry.delete(ALICE, entry.id)
     assert engine.dropped == [entry.key]
 

@@ -105,7 +105,7 @@ async def test_tenants_share_nothing(engine: BlendAsyncLLM) -> None:
     report = await engine.report(params.plan_id)
     assert report is not None
     assert report.segments == (SegmentStatus.MISS,)
-    assert (report.cached_tokens, report.approximate and report.reused_tokens) == (0, 0)
+    assert (report.cached_tokens, report.reused_tokens) == (0, 0)
     assert engine.store_stats().loaded_tokens == loaded
     await settled(engine)
     # His miss has made KV of his own, which goes alone.
