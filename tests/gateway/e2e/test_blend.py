@@ -4,41 +4,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.gateway.e2e.asking import CHAT, assert_adds_up, chat, register
 from tests.gateway.e2e.conftest import MIN_SEGMENT_TOKENS
 from tests.gateway.e2e.texts import document
 from tests.serving import Server
 
 pytestmark = pytest.mark.vllm
-
-CHAT = "/v1/chat/completions"
-
-
-def chat(http: httpx.Client, question: str, documents: list[Any], **more: Any) -> httpx.Response:
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "documents": documents,
-        "max_tokens": 4,
-        "temperature": 0,
-        **more,
-    }
-    return http.post(CHAT, json=body)
-
-
-def register(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    answer = http.post("/v1/documents?wait=120", json=fields)
-    assert answer.status_code == 200
-    shown: dict[str, Any] = answer.json()
-    assert shown["status"] == "ready", shown
-    return shown
-
-
-def assert_adds_up(body: dict[str, Any]) -> None:
-    blend, usage = body["blend"], body["usage"]
-    names = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    assert sum(blend[name] for name in names) == usage["prompt_tokens"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached == blend["prefix_tokens"] + blend["reused_tokens"]
-    assert blend["exact"] is not blend["approximate"]
 
 
 def test_a_missed_document_is_hit_by_the_next_request(http: httpx.Client, server: Server) -> None:
