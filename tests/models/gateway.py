@@ -21,6 +21,7 @@ from blend_gateway.salts import Tenant
 from blend_gateway.settings import Settings
 
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+BLOCK_SIZE = 32
 TENANT_HEADER = "x-the-tenant"
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}</s>\n{% endfor %}"
@@ -88,7 +89,7 @@ async def serving_gateway(folder: Path) -> AsyncIterator[Gateway]:
     from blend_gateway.serving.options import ServingOptions
 
     config = replace(CONFIG, min_segment_tokens=16)
-    engine = await start_async_engine(BLENDED[0], folder, config, block_size=32)
+    engine = await start_async_engine(BLENDED[0], folder, config, block_size=BLOCK_SIZE)
     options = ServingOptions(
         model=str(folder), served_model_names=("tiny",), chat_template=TEMPLATE
     )

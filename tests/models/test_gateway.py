@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.gateway.asgi import Exchange, until
 from tests.models.gateway import (
+    BLOCK_SIZE,
     CHAT,
     DOCUMENTS,
     SETTINGS,
@@ -91,6 +92,29 @@ async def test_one_tenants_chats_are_not_found_by_another(gateway: Gateway) -> N
         prefixes.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert prefixes[0] == prefixes[2] == 0
     assert prefixes[1] == prefixes[3] > 0
+
+
+async def test_a_chat_finds_its_own_turns_and_no_other_settings(gateway: Gateway) -> None:
+    """Exact and blended in two ways: each setting computes its first turn, and only that anew."""
+    alice = gateway.client(ALICE)
+    known = await registered(alice, text=text("viaduct"))
+    asked = [
+        {"type": "document", "document": {"document_id": known["id"]}},
+        {"type": "text", "text": "What is said of it?"},
+    ]
+    for blend in ({"mode": "off"}, {"policy": "none"}, {"recompute_ratio": 0.5}):
+        told = await chat_of(alice, asked, blend=blend)
+        assert told["blend"]["prefix_tokens"] == 0
+        assert told["blend"]["applied"] is ("mode" not in blend)
+        turns = body(asked)["messages"]
+        for question in ("And then?", "And in the end?"):
+            # The last token, and what its block lacks, are computed again.
+            kept = (told["usage"]["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
+            turns.append({"role": "assistant", "content": told["choices"][0]["message"]["content"]})
+            turns.append({"role": "user", "content": question})
+            told = await chat_of(alice, "", messages=turns, blend=blend)
+            assert told["blend"]["prefix_tokens"] >= kept > 0
+            assert told["blend"]["exact"] is ("mode" in blend)
 
 
 async def test_metrics_name_nobody(gateway: Gateway) -> None:
