@@ -89,13 +89,20 @@ def found_in_cache(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]
 @contextmanager
 def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Iterator[Served]:
     """Write the model, serve it, shut it down."""
+    write_model(folder, family.model_type, family.config)
+    if family.finish is not None:
+        family.finish(folder)
+    with serving_folder(family, folder, config) as started:
+        yield started
+
+
+@contextmanager
+def serving_folder(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Iterator[Served]:
+    """Serve a model that is there, shut it down."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    write_model(folder, family.model_type, family.config)
-    if family.finish is not None:
-        family.finish(folder)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {**ENVIRONMENT, **family.machine.environment}.items():
             environment.setenv(name, value)

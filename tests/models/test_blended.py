@@ -7,15 +7,13 @@ import torch
 from tests.machines import CUDA_BF16, CUDA_FP16, CUDA_FP32, on_machines
 from tests.models.engine import Served
 from tests.models.families import BLENDED
+from tests.models.moved_keys import moved_key_error, placed
 from tests.real.driver import Prompt, max_logprob_difference, same_text
 from tests.real.mutations import rotated_by_one_more, without_rotation
-from torch import Tensor
 
 from blend_engine import model_pass
-from blend_engine.model_pass import ModelPass
-from blend_engine.plan import Hit
 from blend_engine.protocol import Policy
-from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
+from blend_engine.segments import SegmentContext, SegmentSpan
 
 pytestmark = pytest.mark.parametrize(
     "served",
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.parametrize(
     scope="module",
 )
 SEGMENT = 96
-MOVE = 40
 VISIBLE = 1e-2
 
 
@@ -80,7 +77,7 @@ def test_moved_keys_equal_those_computed_there(served: Served) -> None:
     far = driver.stored(SegmentContext.FREE, ids)
     near = driver.stored(SegmentContext.PREFIX, ids)
     assert far.start > 200
-    back, forth = _placed(served, far, 0), _placed(served, near, far.start)
+    back, forth = placed(served, far, 0), placed(served, near, far.start)
     noise = served.machine.key_noise
     for moved, there in ((back[0], near.k_LTHD[0]), (forth[0], far.k_LTHD[0])):
         torch.testing.assert_close(moved.cpu(), there, atol=noise, rtol=0)
@@ -92,7 +89,7 @@ def test_keys_of_every_layer_move(served: Served) -> None:
     attached = served.driver.worker._attached
     assert attached is not None
     assert len(set(attached.table_of_layer)) == served.family.num_ropes
-    assert _worst_layer(served) < served.machine.key_noise
+    assert moved_key_error(served) < served.machine.key_noise
 
 
 @pytest.mark.parametrize("mutation", [without_rotation, rotated_by_one_more])
@@ -101,7 +98,7 @@ def test_wrong_rotation_is_caught(
 ) -> None:
     """Keys left where they were, or moved one position too far, are told from right ones."""
     monkeypatch.setattr(model_pass, "rotate_keys", mutation)
-    assert _worst_layer(served) > served.machine.wrong_key
+    assert moved_key_error(served) > served.machine.wrong_key
 
 
 def _moved(served: Served) -> Prompt:
@@ -115,36 +112,3 @@ def _moved(served: Served) -> Prompt:
     prompt = Prompt(ids, spans)
     served.driver.compile(prompt)
     return prompt
-
-
-def _worst_layer(served: Served) -> float:
-    """Largest error, over layers, of keys that were moved by `MOVE`.
-
-    A prompt of one repeated token has the same values everywhere, so attention returns the same at
-    every position, and so do all layers: their keys differ by their positions alone.
-    """
-    driver = served.driver
-    ids = served.ids(4, 1) * SEGMENT
-    driver.compile_ids(SegmentContext.PREFIX, ids)
-    stored = driver.stored(SegmentContext.PREFIX, ids)
-    moved = _placed(served, stored, MOVE)[:, : SEGMENT - MOVE].cpu()
-    errors_LTHD = (moved - stored.k_LTHD[:, MOVE:]).abs()
-    return float(errors_LTHD.max())
-
-
-def _placed(served: Served, stored: Any, start: int) -> Tensor:
-    """A whole segment's keys, moved the way a pass moves them."""
-    worker = served.driver.worker
-    assert worker._attached is not None
-    token_ids = torch.zeros(0, dtype=torch.int32).numpy()
-    hit = Hit(
-        segment_index=0,
-        key=segment_key("tests", SegmentContext.FREE, []),
-        context=SegmentContext.FREE,
-        start=start,
-        end=start + stored.num_tokens,
-        offset=0,
-        segment_tokens=stored.num_tokens,
-    )
-    run = ModelPass(worker._attached, worker._vllm_config, token_ids, (0,))
-    return run.rotate(hit, stored).k_LTHD
