@@ -12,6 +12,7 @@ Architecture: CacheBlend (arXiv:2405.16444) section 4, with an exact positional 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,29 +36,12 @@ Work = Generator[int, None, _Result]
 _Update = Callable[[Any, Tensor, Tensor, Any, Tensor], None]
 
 
+_CACHED_BYTES = 4 << 20
+"""Keys and values moved at once on a CPU: what its caches still hold when they are written."""
+
+
 class _PeekDone(Exception):
     """Ends a peek once the check layer's keys and values are known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedHit:
-    """One hit's cached KV, moved to where it stands in this prompt.
-
-    Args:
-        hit: Which part of the prompt it fills.
-        k_LTHD: Rotated keys.
-        v_LTHD: Values; a view of the stored slab where the cache is in host memory.
-    """
-
-    hit: Hit
-    k_LTHD: Tensor
-    v_LTHD: Tensor
-
-    def at_layer(self, layer: int) -> "CheckedHit":
-        """A copy of one layer, so that the others' memory can be given back."""
-        return CheckedHit(
-            hit=self.hit, k_THD=self.k_LTHD[layer].clone(), v_THD=self.v_LTHD[layer].clone()
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,27 +80,49 @@ class ModelPass:
         if piece_tokens is not None:
             self._max_tokens = min(self._max_tokens, piece_tokens)
 
-    def rotate(self, hit: Hit, stored: StoredSegment) -> LoadedHit:
-        """Move a hit's keys from where they were compiled to where they stand now.
+    def load(self, hit: Hit, stored: StoredSegment, check_layer: int | None) -> CheckedHit | None:
+        """Move a hit's KV to where it stands now and write it into the paged cache.
+
+        Args:
+            hit: Which part of the prompt it fills.
+            stored: What was compiled, at the positions where it was compiled.
+            check_layer: The layer that a peek will compare, where one will.
+
+        Returns:
+            That layer's moved KV.
+
+        Raises:
+            RuntimeError: The device has no memory for it.
+        """
+        slots_T = self._table.slots(torch.arange(hit.start, hit.end))
+        checked = None
+        for layers in self._layers_at_once(hit, stored):
+            k_LTHD, v_LTHD = self.rotate(hit, stored, layers)
+            for index, k_THD, v_THD in zip(layers, k_LTHD, v_LTHD, strict=True):
+                self._write(index, k_THD, v_THD, slots_T)
+                if index == check_layer:
+                    # Copied, so that the other layers' memory can be given back.
+                    checked = CheckedHit(hit=hit, k_THD=k_THD.clone(), v_THD=v_THD.clone())
+        return checked
+
+    def rotate(
+        self, hit: Hit, stored: StoredSegment, layers: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys of some layers, all by default, moved to where the hit stands now; their values.
+
+        Values are a view of the stored slab where the cache is in host memory, and so are keys that
+        stay where they were.
 
         Raises:
             RuntimeError: The device has no memory for them.
         """
         device = self._attached.device
-        rows = slice(hit.offset, hit.offset + hit.num_tokens)
-        k_LTHD = stored.k_LTHD[:, rows].to(device, non_blocking=True)
-        v_LTHD = stored.v_LTHD[:, rows].to(device, non_blocking=True)
+        layers = layers if layers is not None else range(self._attached.num_layers)
+        picked = slice(layers.start, layers.stop), slice(hit.offset, hit.offset + hit.num_tokens)
+        k_LTHD = stored.k_LTHD[picked].to(device, non_blocking=True)
+        v_LTHD = stored.v_LTHD[picked].to(device, non_blocking=True)
         delta = hit.start - (stored.start + hit.offset)
-        return LoadedHit(hit=hit, k_LTHD=self._rotate_layers(k_LTHD, delta), v_LTHD=v_LTHD)
-
-    def write(self, loaded: LoadedHit) -> None:
-        """Write moved KV into the paged cache through each layer's own update."""
-        slots_T = self._table.slots(torch.arange(loaded.hit.start, loaded.hit.end))
-        for index, name in enumerate(self._attached.layer_names):
-            layer = self._attached.layers[name]
-            layer.impl.do_kv_cache_update(
-                layer, loaded.k_LTHD[index], loaded.v_LTHD[index], cache_of(layer), slots_T
-            )
+        return self._rotate_layers(k_LTHD, delta, layers.start), v_LTHD
 
     def peek(
         self, positions_T: Tensor, loaded: Sequence[CheckedHit], check_layer: int
@@ -207,16 +213,32 @@ class ModelPass:
         assert num_kept == end - start, "a compile must pass every token of its segment"
         return StoredSegment.seal(*slabs, start)
 
-    def _rotate_layers(self, k_LTHD: Tensor, delta: int) -> Tensor:
+    def _layers_at_once(self, hit: Hit, stored: StoredSegment) -> Iterator[range]:
+        """All layers on a GPU, where launches cost; on a CPU as many as stay in its caches."""
+        num_layers = self._attached.num_layers
+        step = num_layers
+        if self._attached.device.type == "cpu":
+            slabs = (stored.k_LTHD, stored.v_LTHD)
+            token_bytes = sum(prod(slab.shape[2:]) * slab.element_size() for slab in slabs)
+            step = max(1, _CACHED_BYTES // max(1, hit.num_tokens * token_bytes))
+        for first in range(0, num_layers, step):
+            yield range(first, min(first + step, num_layers))
+
+    def _write(self, index: int, k_THD: Tensor, v_THD: Tensor, slots_T: Tensor) -> None:
+        layer = self._attached.layers[self._attached.layer_names[index]]
+        layer.impl.do_kv_cache_update(layer, k_THD, v_THD, cache_of(layer), slots_T)
+
+    def _rotate_layers(self, k_LTHD: Tensor, delta: int, first_layer: int = 0) -> Tensor:
         attached = self._attached
         if delta == 0:
             return k_LTHD
         deltas_T = torch.full((k_LTHD.shape[1],), delta, dtype=torch.int64, device=k_LTHD.device)
         if len(attached.tables) == 1:
             return self._rotate_keys(k_LTHD, deltas_T, 0)
+        tables = attached.table_of_layer[first_layer : first_layer + len(k_LTHD)]
         layers = [
             self._rotate_keys(k_THD, deltas_T, table)
-            for k_THD, table in zip(k_LTHD, attached.table_of_layer, strict=True)
+            for k_THD, table in zip(k_LTHD, tables, strict=True)
         ]
         return torch.stack(layers)
 

@@ -142,16 +142,20 @@ class PassRun:
                 loaded.lost_keys += (hit.key,)
                 continue
             try:
-                piece = self._pass.rotate(hit, stored)
-                self._pass.write(piece)
+                checked = self._pass.load(hit, stored, self._peeked_layer(hit))
             except Exception as error:
                 logger.warning("stored KV is not loaded: %s", error, exc_info=error)
                 loaded.failed.append(hit)
                 continue
             loaded.hits.append(hit)
-            if order.policy is Policy.HKVD and hit.is_blended:
-                loaded.checked.append(piece.at_layer(self._check_layer))
+            if checked is not None:
+                loaded.checked.append(checked)
         return loaded
+
+    def _peeked_layer(self, hit: Hit) -> int | None:
+        """The layer at which a peek will look at this hit, if one will."""
+        looks = self._order.policy is Policy.HKVD and hit.is_blended
+        return self._check_layer if looks else None
 
     @property
     def _check_layer(self) -> int:

@@ -82,7 +82,7 @@ def _check_loaded(
     positions_T = torch.arange(len(ids))
     run(ids[::-1]).forward(positions_T)
     model_pass: ModelPass = run(ids)
-    model_pass.write(model_pass.rotate(_whole(own, start=0), own))
+    model_pass.load(_whole(own, start=0), own, check_layer=None)
     # Runs of one, of two, and the last token, which sees all the others.
     some_T = positions_T[
         (positions_T % 5 == 1) | (positions_T % 7 == 3) | (positions_T == len(ids) - 1)
@@ -102,8 +102,9 @@ def _check_moved(model_pass: ModelPass, num_tokens: int, tolerance: float) -> No
     not apply it.
     """
     computed = _capture(model_pass, num_tokens)
-    moved = model_pass.rotate(_whole(computed, start=_MOVE), computed).k_LTHD[:, :-_MOVE]
-    for index, (found, expected) in enumerate(zip(moved, computed.k_LTHD[:, _MOVE:], strict=True)):
+    moved_LTHD, _ = model_pass.rotate(_whole(computed, start=_MOVE), computed)
+    kept = moved_LTHD[:, :-_MOVE]
+    for index, (found, expected) in enumerate(zip(kept, computed.k_LTHD[:, _MOVE:], strict=True)):
         error = _relative_error(found, expected.to(found.device))
         if error > tolerance:
             raise UnsupportedModel(

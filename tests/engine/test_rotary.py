@@ -74,9 +74,12 @@ def test_every_layer_is_moved_by_its_own_table() -> None:
     run = ModelPass.__new__(ModelPass)
     run._attached = SimpleNamespace(tables=tables, table_of_layer=table_of_layer, is_neox=is_neox)
     k_THD = torch.randn(8, 2, 64)
-    moved = run._rotate_layers(torch.stack([keys_at(rope, k_THD, 3) for rope in ropes]), 200)
+    stored = torch.stack([keys_at(rope, k_THD, 3) for rope in ropes])
     wanted = torch.stack([keys_at(rope, k_THD, 203) for rope in ropes])
+    moved = run._rotate_layers(stored, 200)
     torch.testing.assert_close(moved, wanted, atol=2e-3, rtol=0)
+    moved = run._rotate_layers(stored[1:], 200, first_layer=1)
+    torch.testing.assert_close(moved, wanted[1:], atol=2e-3, rtol=0)
 
 
 def test_positions_of_several_axes_are_refused() -> None:

@@ -225,10 +225,6 @@ def pool_segments(pool: SegmentPool) -> dict[SegmentKey, StoredSegment]:
 @dataclass(frozen=True, slots=True)
 class _Piece:
     hit: Hit
-    token_ids: list[int]
-
-    def at_layer(self, layer: int) -> "_Piece":
-        return self
 
 
 class TracedPass:
@@ -249,19 +245,16 @@ class TracedPass:
         self._owner = memory.owners[block_ids]
         self._trace = memory.traces[block_ids] = PassTrace()
 
-    def rotate(self, hit: Hit, stored: StoredSegment) -> _Piece:
+    def load(self, hit: Hit, stored: StoredSegment, check_layer: int | None) -> _Piece | None:
         self._fail_if_told("load")
         wanted = self._token_ids[hit.start : hit.end]
         self._memory.check_load(hit, stored, wanted, self._owner.tenant)
-        return _Piece(hit, wanted)
-
-    def write(self, piece: _Piece) -> None:
-        hit = piece.hit
         is_exact = hit.context is SegmentContext.PREFIX
         loaded = self._trace.exact if is_exact else self._trace.blended
         for position in range(hit.start, hit.end):
             self._write(position)
             loaded.add(position)
+        return None if check_layer is None else _Piece(hit)
 
     def peek(self, positions_T: Tensor, loaded: Sequence[_Piece], check_layer: int) -> Work[Tensor]:
         positions = {position for piece in loaded for position in range(*_range(piece.hit))}

@@ -44,4 +44,5 @@ def placed(served: Served, stored: Any, start: int) -> Tensor:
         segment_tokens=stored.num_tokens,
     )
     run = ModelPass(worker._attached, worker._vllm_config, token_ids, (0,))
-    return run.rotate(hit, stored).k_LTHD
+    k_LTHD, _ = run.rotate(hit, stored)
+    return k_LTHD

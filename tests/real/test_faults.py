@@ -14,6 +14,7 @@ from tests.real.driver import TENANT, Answer, Driver, Prompt, max_logprob_differ
 from tests.real.texts import fact_document, question
 
 from blend_engine.model_pass import ModelPass
+from blend_engine.plan import Hit
 from blend_engine.pool import SegmentPool, StoredSegment
 from blend_engine.protocol import FallbackReason, Policy, SegmentStatus
 from blend_engine.segments import SegmentContext, segment_key
@@ -121,25 +122,36 @@ def test_damaged_leading_segment_is_computed(driver: Driver, prompt: Prompt) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("out of memory")])
-@pytest.mark.parametrize("step", ["rotate", "write"])
+@pytest.mark.parametrize("step", ["rotate", "_write"])
+@pytest.mark.parametrize("layer", [0, 17])
 def test_load_without_memory_is_computed(
     driver: Driver,
     prompt: Prompt,
     monkeypatch: pytest.MonkeyPatch,
     step: str,
+    layer: int,
     error: Exception,
 ) -> None:
-    """The stored KV stays: another request can load it."""
+    """Some layers may be written by then. The stored KV stays: another request can load it."""
     oracle = driver.blend(without(prompt, SECOND), Policy.SINKS, 0.2, max_tokens=4)
-    original = getattr(ModelPass, step)
+    load, original = ModelPass.load, getattr(ModelPass, step)
+    loading: list[Hit] = []
+    num_layers = driver.worker._attached.num_layers
+    one_at_a_time = [range(index, index + 1) for index in range(num_layers)]
+
+    def remember(run: ModelPass, hit: Hit, *arguments: Any) -> Any:
+        loading.append(hit)
+        return load(run, hit, *arguments)
 
     def failing(run: ModelPass, *arguments: Any) -> Any:
-        hit = getattr(arguments[0], "hit", arguments[0])
-        if hit.segment_index == SECOND:
+        first_layer = arguments[2].start if step == "rotate" else arguments[0]
+        if loading[-1].segment_index == SECOND and first_layer == layer:
             raise error
         return original(run, *arguments)
 
     with monkeypatch.context() as patch:
+        patch.setattr(ModelPass, "_layers_at_once", lambda *_: one_at_a_time)
+        patch.setattr(ModelPass, "load", remember)
         patch.setattr(ModelPass, step, failing)
         answer = driver.blend(prompt, Policy.SINKS, 0.2, max_tokens=4)
     check_failed(driver, answer, oracle, {SECOND})

@@ -23,15 +23,15 @@ def check(driver: Driver) -> None:
 
 
 def write_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ModelPass, "write", lambda run, loaded: None)
+    patch.setattr(ModelPass, "_write", lambda run, index, k, v, slots: None)
 
 
 def write_values_as_keys(patch: pytest.MonkeyPatch) -> None:
-    def wrong(run: ModelPass, loaded: Any) -> None:
-        original(run, type(loaded)(hit=loaded.hit, k_LTHD=loaded.v_LTHD, v_LTHD=loaded.v_LTHD))
+    def wrong(run: ModelPass, index: int, k: Any, v: Any, slots: Any) -> None:
+        original(run, index, v, v, slots)
 
-    original = ModelPass.write
-    patch.setattr(ModelPass, "write", wrong)
+    original = ModelPass._write
+    patch.setattr(ModelPass, "_write", wrong)
 
 
 def skip_the_rotation(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def fail_in_a_pass(patch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: Any) -> None:
         raise RuntimeError("no kernel for this head size")
 
-    patch.setattr(ModelPass, "write", failing)
+    patch.setattr(ModelPass, "_write", failing)
 
 
 def test_it_passes(driver: Driver) -> None:
