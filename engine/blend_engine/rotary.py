@@ -7,7 +7,7 @@ identity: YaRN scales both by a magnitude factor that the stored keys already ca
 import torch
 from torch import Tensor, nn
 
-from blend_kernels import check_cos_sin
+from blend_kernels import KernelInputError, check_cos_sin
 
 _TOLERANCE_FP32 = 2e-3
 """Angle sums at far distances: an fp32 product of position and frequency at 32k rounds by 2e-3."""
@@ -65,7 +65,10 @@ def rotation_table(rotary: nn.Module, max_distance: int) -> Tensor:
     if len(table_PR) < max_distance:
         raise UnsupportedRotary(f"{name!r} has {len(table_PR)} rows, {max_distance} are needed")
     table_PR = table_PR[:max_distance].contiguous()
-    check_cos_sin(table_PR)
+    try:
+        check_cos_sin(table_PR)
+    except KernelInputError as error:
+        raise UnsupportedRotary(f"table of {name!r}: {error}") from error
     return table_PR
 
 
@@ -77,7 +80,10 @@ def _vllm_table(rotary: nn.Module) -> Tensor:
         raise UnsupportedRotary(f"unknown RoPE kind {name!r}")
     if "MRotary" in name or "DualChunk" in name or "Long" in name or "Fourier" in name:
         raise UnsupportedRotary(f"RoPE kind {name!r} is not a rotation by one position")
-    with torch.device("cpu"):
+    # Where the model computed its own, so that both are the same to the last bit. It also keeps a
+    # GPU worker from PyTorch's CPU cosine, whose first call of a process can be off by 3e-4 in one
+    # thread's share of the rows (https://github.com/pytorch/pytorch/issues/188792).
+    with torch.device(cached.device):
         table_PR: Tensor = compute().float().cpu()
     if table_PR.shape != cached.shape:
         raise UnsupportedRotary(f"{name!r} computes another table than it uses")

@@ -87,3 +87,40 @@ def test_positions_of_several_axes_are_refused() -> None:
     parameters = {**PLAIN, "mrope_section": [8, 12, 12]}
     with pytest.raises(UnsupportedRotary, match="not a rotation by one position"):
         rotation_table(rope_of(parameters), NUM_POSITIONS)
+
+
+class Handmade(nn.Module):
+    """A rotary module whose table is what it is told to be."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cos_sin_cache = self._compute_cos_sin_cache()
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        angle_PF = torch.arange(NUM_POSITIONS).float()[:, None] * 0.5 ** torch.arange(8).float()
+        return torch.cat([angle_PF.cos(), angle_PF.sin()], dim=-1).to(self.dtype)
+
+
+def test_a_table_is_computed_where_the_models_own_is() -> None:
+    """Not where new tensors happen to be made just now."""
+    rotary = Handmade(torch.float32)
+    with torch.device("meta"):
+        table_PR = rotation_table(rotary, NUM_POSITIONS)
+    assert torch.equal(table_PR, rotary.cos_sin_cache)
+
+
+def test_an_imprecise_table_is_refused_with_the_reason() -> None:
+    """Rounded to half precision it still composes, but moved keys would change their length."""
+    with pytest.raises(UnsupportedRotary, match=r"Handmade.*within .* of 1 everywhere"):
+        rotation_table(Handmade(torch.float16), NUM_POSITIONS)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_table_is_the_models_own() -> None:
+    """To the last bit: a CPU's powers, cosines and sines may round otherwise."""
+    with set_current_vllm_config(VllmConfig()), torch.device("cuda"):
+        rope = get_rope(128, 32 * NUM_POSITIONS, True, PLAIN, torch.float32)
+    assert rope.cos_sin_cache.is_cuda
+    table_PR = rotation_table(rope, 32 * NUM_POSITIONS)
+    assert torch.equal(table_PR, rope.cos_sin_cache.cpu())
