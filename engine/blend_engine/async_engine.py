@@ -76,14 +76,21 @@ class BlendAsyncLLM(AsyncLLM):
             usage_context: Passed through to vLLM.
 
         Raises:
-            ValueError: The arguments name another connector or worker extension, or vLLM refuses
-            them.
+            ValueError: The arguments name another connector or worker extension, the model is an
+                encoder-decoder, or vLLM refuses them.
         """
         if engine_args.kv_transfer_config is not None or engine_args.worker_extension_cls:
             raise ValueError(
                 "`kv_transfer_config` and `worker_extension_cls` are taken by the blend connector"
             )
-        is_hybrid = engine_args.create_model_config().is_hybrid
+        model_config = engine_args.create_model_config()
+        if model_config.is_encoder_decoder:
+            # vLLM would say so, too, in an assertion after the weights are loaded.
+            raise ValueError(
+                f"{engine_args.model!r} is an encoder-decoder, and vLLM serves none with a KV "
+                "connector"
+            )
+        is_hybrid = model_config.is_hybrid
         engine_args.kv_transfer_config = kv_transfer_config(config, is_hybrid=is_hybrid)
         engine_args.worker_extension_cls = WORKER_EXTENSION
         mirror = EngineMirror()

@@ -89,9 +89,7 @@ def found_in_cache(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]
 @contextmanager
 def serving(family: Family, folder: Path, config: BlendConfig = CONFIG) -> Iterator[Served]:
     """Write the model, serve it, shut it down."""
-    write_model(folder, family.model_type, family.config)
-    if family.finish is not None:
-        family.finish(folder)
+    _write(family, folder)
     with serving_folder(family, folder, config) as started:
         yield started
 
@@ -116,12 +114,14 @@ def serving_folder(family: Family, folder: Path, config: BlendConfig = CONFIG) -
             **family.machine.engine,
             **family.engine,
         }
-        llm = LLM(
-            str(folder),
-            **settings,
-            **blend_llm_kwargs(config, is_hybrid=family.is_hybrid),
-        )
+        _forget_llvmlite()
+        llm = None
         try:
+            llm = LLM(
+                str(folder),
+                **settings,
+                **blend_llm_kwargs(config, is_hybrid=family.is_hybrid),
+            )
             refusal = attach(llm)
             driver = Driver(llm, folder)
             noise = family.machine.noise
@@ -130,12 +130,11 @@ def serving_folder(family: Family, folder: Path, config: BlendConfig = CONFIG) -
                 noise = LITTLE_NOISE if refusal else driver.noise(random_ids(5, NOISE_TOKENS))
             yield Served(family, driver, refusal, noise)
         finally:
-            llm.llm_engine.engine_core.shutdown()
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
             ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
-            # vLLM reads the attributes of all imported modules when an engine starts, and fails at
-            # this one, which n-gram speculation imports.
-            sys.modules.pop("llvmlite.binding.ffi", None)
+            _forget_llvmlite()
 
 
 async def start_async_engine(
@@ -144,7 +143,7 @@ async def start_async_engine(
     """Write the model and start the gateway's engine on it; the caller shuts it down."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    write_model(folder, family.model_type, family.config)
+    _write(family, folder)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in family.machine.environment.items():
             environment.setenv(name, value)
@@ -157,3 +156,17 @@ async def start_async_engine(
             **settings,
         )
         return await BlendAsyncLLM.start(arguments, config)
+
+
+def _forget_llvmlite() -> None:
+    """VLLM reads the attributes of all imported modules when an engine starts, and fails at this.
+
+    N-gram speculation and what reads sound import it.
+    """
+    sys.modules.pop("llvmlite.binding.ffi", None)
+
+
+def _write(family: Family, folder: Path) -> None:
+    write_model(folder, family.model_type, family.config, family.architecture)
+    if family.finish is not None:
+        family.finish(folder)

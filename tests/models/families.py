@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.machines import CPU, CUDA_BF16, CUDA_FP16, CUDA_FP32, Machine
-from tests.models.weights import quantize_awq, quantize_w8a8
+from tests.models.weights import (
+    VOCABULARY,
+    quantize_awq,
+    quantize_w8a8,
+    write_audio_processor,
+    write_feature_extractor,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Family:
         finish: Changes the written folder.
         is_hybrid: Whether it mixes attention with recurrent layers.
         num_ropes: Different RoPEs among its layers.
+        architecture: Name of its class in Transformers, where it is no causal language model.
         machines: Names of those that it can run on.
         machine: The one that it runs on.
     """
@@ -34,6 +41,7 @@ class Family:
     finish: Callable[[Path], None] | None = None
     is_hybrid: bool = False
     num_ropes: int = 1
+    architecture: str = ""
     machines: tuple[str, ...] = (CPU.name, CUDA_FP32.name, CUDA_BF16.name)
     machine: Machine = CPU
 
@@ -253,6 +261,30 @@ REFUSED = (
         {"enable_prefix_caching": False},
         is_hybrid=True,
     ),
+    Family(
+        "qwen2-audio",
+        "qwen2_audio",
+        {
+            "text_config": {
+                **COMMON,
+                "model_type": "qwen2",
+                "vocab_size": VOCABULARY,
+            },
+            "audio_config": {
+                "num_mel_bins": 80,
+                "d_model": 64,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 96,
+                "max_source_positions": 1500,
+            },
+            "audio_token_index": 3,
+        },
+        "multimodal",
+        finish=write_audio_processor,
+        machines=(CPU.name,),
+        architecture="Qwen2AudioForConditionalGeneration",
+    ),
     Family("lora", "llama", COMMON, "LoRA", {"enable_lora": True, "max_lora_rank": 8}),
     Family(
         "speculative",
@@ -267,4 +299,30 @@ REFUSED = (
             }
         },
     ),
+)
+
+ENCODER_DECODER = Family(
+    "whisper",
+    "whisper",
+    {
+        "num_mel_bins": 80,
+        "d_model": 128,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 192,
+        "decoder_ffn_dim": 192,
+        "max_source_positions": 50,
+        "max_target_positions": 768,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    },
+    finish=write_feature_extractor,
+    # So that the connector at least gets as far as the scheduler: its caches differ in kind.
+    is_hybrid=True,
+    architecture="WhisperForConditionalGeneration",
 )

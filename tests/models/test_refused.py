@@ -1,18 +1,32 @@
 """Families and configurations that are not blended: named at attach, then served exactly."""
 
+import asyncio
+import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.machines import CUDA_BF16, on_machines
-from tests.models.engine import Served
-from tests.models.families import REFUSED
-from tests.real.driver import Prompt, max_logprob_difference, same_text
+from tests.models.engine import Served, serving, start_async_engine
+from tests.models.families import ENCODER_DECODER, REFUSED, Family
+from tests.real.driver import Prompt, blend_params, max_logprob_difference, same_text
 
 from blend_engine.protocol import FallbackReason, Policy
 from blend_engine.segments import SegmentContext, SegmentSpan
 
 SEGMENT = 96
+
+
+def named(family: str) -> Family:
+    return next(each for each in REFUSED if each.name == family)
+
+
+def first_logprobs(answer: Any) -> dict[int, float]:
+    return {each: entry.logprob for each, entry in answer.outputs[0].logprobs[0].items()}
+
+
 refused = pytest.mark.parametrize(
     "served", on_machines(REFUSED, CUDA_BF16), indirect=True, scope="module"
 )
@@ -42,6 +56,56 @@ def test_requests_are_served_exactly(served: Served) -> None:
     assert answer.report.fallback_reason is FallbackReason.UNSUPPORTED_MODEL
     assert (answer.report.loaded_tokens, answer.report.computed_tokens) == (0, len(ids))
     assert not answer.report.approximate
+
+
+@pytest.mark.parametrize(
+    "served", [pytest.param(named("qwen2-audio"), id="qwen2-audio")], indirect=True, scope="module"
+)
+def test_a_request_with_sound_is_served_exactly(served: Served) -> None:
+    """What the span covers beside the sound is asked for, and computed."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sound_token = served.family.config["audio_token_index"]
+    document = served.ids(2, SEGMENT)
+    span = SegmentSpan(start=0, end=SEGMENT, context=SegmentContext.PREFIX)
+    served.driver.compile_ids(SegmentContext.PREFIX, document)
+    params = blend_params(Prompt(document, (span,)), Policy.SINKS, 0.1)
+    answers, sounds = (
+        [],
+        (torch.zeros(16_000), torch.randn(16_000, generator=torch.Generator().manual_seed(0))),
+    )
+    for extra in ({}, {"kv_transfer_params": params.to_kv_transfer_params()}):
+        for sound in sounds:
+            prompt = TokensPrompt(
+                prompt_token_ids=[*document, sound_token, *served.ids(3, 40)],
+                multi_modal_data={"audio": (sound.numpy(), 16_000)},
+                cache_salt=uuid.uuid4().hex,
+            )
+            sampling = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5, extra_args=extra)
+            answers.append(served.driver.llm.generate(prompt, sampling, use_tqdm=False)[0])
+    silent, loud, silent_asked, loud_asked = [first_logprobs(answer) for answer in answers]
+    assert silent != pytest.approx(loud, abs=served.noise)
+    assert silent_asked == pytest.approx(silent, abs=served.noise)
+    assert loud_asked == pytest.approx(loud, abs=served.noise)
+    report = served.driver.report(params.plan_id)
+    assert report is not None
+    assert report.fallback_reason is FallbackReason.UNSUPPORTED_MODEL
+
+
+def test_an_encoder_decoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """The gateway's engine says why it does not start."""
+    with pytest.raises(ValueError, match="encoder-decoder, and vLLM serves none with a KV conn"):
+        asyncio.run(start_async_engine(ENCODER_DECODER, tmp_path))
+
+
+def test_vllm_serves_no_encoder_decoder_beside_a_connector(tmp_path: Path) -> None:
+    """Where this fails, vLLM has learnt it, and the refusal above can go."""
+    with (
+        pytest.raises(AssertionError, match="not currently supported with KV connectors"),
+        serving(ENCODER_DECODER, tmp_path),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

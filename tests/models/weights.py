@@ -17,18 +17,62 @@ _ATTENTION = ("q_proj", "k_proj", "qkv", "query_key_value", "Wqkv", "q_norm", "k
 _ATTENTION_GAIN = 1.6
 
 
-def write_model(folder: Path, model_type: str, settings: Mapping[str, Any]) -> None:
-    """Weights, configuration and tokenizer, as a Hugging Face folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def write_model(
+    folder: Path, model_type: str, settings: Mapping[str, Any], architecture: str = ""
+) -> None:
+    """Weights, configuration and tokenizer, as a Hugging Face folder.
+
+    Args:
+        folder: Where to.
+        model_type: Of its configuration.
+        settings: What the configuration says.
+        architecture: Name of its class in Transformers, where it is no causal language model.
+    """
+    import transformers
 
     settings = {"vocab_size": VOCABULARY, "pad_token_id": 0, **settings}
-    config = AutoConfig.for_model(model_type, **settings)
+    config = transformers.AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if architecture:
+        model = getattr(transformers, architecture)(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
         _fill(name, weight.data)
     model.save_pretrained(folder)
     _write_tokenizer(folder)
+
+
+def write_audio_processor(folder: Path) -> None:
+    """What turns half a minute of sound into Qwen2-Audio's input; `<unk>` stands for the sound."""
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    Qwen2AudioProcessor(
+        # vLLM's schema has this length only.
+        WhisperFeatureExtractor(feature_size=80, chunk_length=30),
+        PreTrainedTokenizerFast.from_pretrained(folder),
+        audio_token="<unk>",
+        audio_bos_token="<s>",
+        audio_eos_token="</s>",
+    ).save_pretrained(folder)
+    # Transformers 5.19 writes one `model.` more than it reads, or vLLM knows.
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file(
+        {
+            name.replace("language_model.model.model.", "language_model.model."): weights[name]
+            for name in weights
+        },
+        path,
+    )
+
+
+def write_feature_extractor(folder: Path) -> None:
+    """What turns a second of sound into Whisper's input."""
+    from transformers import WhisperFeatureExtractor
+
+    WhisperFeatureExtractor(feature_size=80, chunk_length=1).save_pretrained(folder)
 
 
 def quantize_w8a8(folder: Path) -> None:
