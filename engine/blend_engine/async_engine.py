@@ -28,11 +28,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from blend_engine.compile_queue import CompileJob, CompileQueue
 from blend_engine.config import BlendConfig
 from blend_engine.errors import ColdDocument, EngineBusy, EngineUnavailable, InvalidGrammar
-from blend_engine.launch import WORKER_EXTENSION, kv_transfer_config
+from blend_engine.launch import WORKER_EXTENSION, check_model, kv_transfer_config
 from blend_engine.mirror import EngineMirror, MirrorStatLogger
 from blend_engine.ports import CompileOutcome
 from blend_engine.preamble import compile_prompt
 from blend_engine.protocol import (
+    DEFAULT_CHECK_LAYER,
     BlendParams,
     BlendReport,
     CompileParams,
@@ -66,6 +67,7 @@ class BlendAsyncLLM(AsyncLLM):
         engine_args: AsyncEngineArgs,
         config: BlendConfig,
         *,
+        check_layer: int = DEFAULT_CHECK_LAYER,
         usage_context: UsageContext = UsageContext.OPENAI_API_SERVER,
     ) -> Self:
         """Start the engine, attach the model, and learn whether it can be blended.
@@ -73,23 +75,19 @@ class BlendAsyncLLM(AsyncLLM):
         Args:
             engine_args: vLLM's engine arguments; the connector is added to them.
             config: The connector's settings.
+            check_layer: The check layer that requests will name.
             usage_context: Passed through to vLLM.
 
         Raises:
             ValueError: The arguments name another connector or worker extension, the model is an
-                encoder-decoder, or vLLM refuses them.
+                encoder-decoder or has no such layer, or vLLM refuses them.
         """
         if engine_args.kv_transfer_config is not None or engine_args.worker_extension_cls:
             raise ValueError(
                 "`kv_transfer_config` and `worker_extension_cls` are taken by the blend connector"
             )
         model_config = engine_args.create_model_config()
-        if model_config.is_encoder_decoder:
-            # vLLM would say so, too, in an assertion after the weights are loaded.
-            raise ValueError(
-                f"{engine_args.model!r} is an encoder-decoder, and vLLM serves none with a KV "
-                "connector"
-            )
+        check_model(model_config, check_layer=check_layer)
         is_hybrid = model_config.is_hybrid
         engine_args.kv_transfer_config = kv_transfer_config(config, is_hybrid=is_hybrid)
         engine_args.worker_extension_cls = WORKER_EXTENSION

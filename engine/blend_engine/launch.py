@@ -1,8 +1,9 @@
 """How vLLM is told to load the connector."""
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ModelConfig
 
 from blend_engine.config import BlendConfig
+from blend_engine.protocol import DEFAULT_CHECK_LAYER
 
 WORKER_EXTENSION = "blend_engine.extension.BlendWorkerExtension"
 
@@ -20,3 +21,28 @@ def kv_transfer_config(config: BlendConfig, *, is_hybrid: bool = False) -> KVTra
         kv_role="kv_both",
         kv_connector_extra_config=config.to_extra_config(),
     )
+
+
+def check_model(model_config: ModelConfig, *, check_layer: int) -> None:
+    """Refuse what needs no weights to be known.
+
+    Args:
+        model_config: As vLLM read it.
+        check_layer: The check layer that requests will name.
+
+    Raises:
+        ValueError: The model is an encoder-decoder, or has no such layer.
+    """
+    if model_config.is_encoder_decoder:
+        # vLLM would say so, too, in an assertion after the weights are loaded.
+        raise ValueError(
+            f"{model_config.model!r} is an encoder-decoder, and vLLM serves none with a KV "
+            "connector"
+        )
+    last = model_config.get_total_num_hidden_layers() - 1
+    # The default stands for the last layer of a model that has only one.
+    if not 0 <= check_layer <= max(last, DEFAULT_CHECK_LAYER):
+        raise ValueError(
+            f"`check_layer` must be in [0, {last}], the layers of {model_config.model!r}, "
+            f"got {check_layer!r}"
+        )

@@ -19,6 +19,7 @@ from blend_engine.segments import SegmentContext, SegmentKey, SegmentSpan
 
 WIRE_VERSION = 1
 WIRE_KEY = "blend"
+DEFAULT_CHECK_LAYER = 1
 
 
 class Policy(StrEnum):
@@ -76,7 +77,7 @@ class BlendParams:
     segments: tuple[SegmentSpan, ...]
     policy: Policy = Policy.SINKS
     recompute_ratio: float = 0.10
-    check_layer: int = 1
+    check_layer: int = DEFAULT_CHECK_LAYER
     approximate_salt: bool = False
     strict: bool = False
 

@@ -162,7 +162,9 @@ def build_app(command: "ServeCommand", *, on_fatal: Callable[[], None]) -> "Fast
     from blend_gateway.serving import VllmBackend
 
     async def start_backend(metrics: Any) -> VllmBackend:
-        engine = await BlendAsyncLLM.start(command.engine_args, command.blend_config)
+        engine = await BlendAsyncLLM.start(
+            command.engine_args, command.blend_config, check_layer=command.settings.check_layer
+        )
         return VllmBackend(
             engine,
             engine,

@@ -105,11 +105,22 @@ def select_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], l
 
 
 def describe_warnings(
-    stripped: Iterable[str], ignored: Iterable[str], *, max_names: int
+    stripped: Iterable[str], ignored: Iterable[str], idle: Iterable[str], *, max_names: int
 ) -> str | None:
-    """The text of the warning header; None where there is nothing to say."""
+    """The text of the warning header; None where there is nothing to say.
+
+    Args:
+        stripped: Fields that are the server's own.
+        ignored: Fields that are unknown.
+        idle: Known fields that another field leaves without effect.
+        max_names: Names of each kind that are listed.
+    """
     parts = []
-    for verb, names in (("internal fields removed", stripped), ("fields ignored", ignored)):
+    for verb, names in (
+        ("internal fields removed", stripped),
+        ("fields ignored", ignored),
+        ("fields without effect", idle),
+    ):
         listed = [_printable(name) for name in names]
         if len(listed) > max_names:
             listed = [*listed[:max_names], f"and {len(listed) - max_names} more"]

@@ -9,7 +9,7 @@ from blend_engine.ports import BlendEngine
 from blend_engine.protocol import BlendParams, FallbackReason, Policy
 from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
 from blend_gateway.outcome import Plan, PlannedDocument, cold_documents
-from blend_gateway.protocol import BlendMode, ChatCall
+from blend_gateway.protocol import BlendMode, ChatCall, check_ratio
 from blend_gateway.salts import blend_setting, derive_salt
 from blend_gateway.settings import Settings
 
@@ -54,8 +54,11 @@ def make_plan(call: ChatCall, prompt: Prompt, engine: BlendEngine, settings: Set
     """Decide how a prompt goes to the engine.
 
     Raises:
+        InvalidRequest: It asks for a share to recompute, and the server's policy is `none`.
         DocumentCold: Strict mode, and a document's KV is not resident.
     """
+    if call.blend.policy is None and call.blend.mode is not BlendMode.OFF:
+        check_ratio(settings.policy, call.blend.recompute_ratio, whose=" of this server")
     exact_salt = derive_salt(settings.salt_secret, call.tenant)
     documents = tuple(_looked_up(call, prompt, engine))
     refusal = _refusal(call, engine)

@@ -73,6 +73,14 @@ class BlendOptions:
         """Whether an answer that has a place for the `blend` object gets it."""
         return self.report is not False
 
+    @property
+    def idle_fields(self) -> tuple[str, ...]:
+        """What was given and has no effect: nothing is reused, so nothing is recomputed."""
+        if self.mode is not BlendMode.OFF:
+            return ()
+        given = {"blend.policy": self.policy, "blend.recompute_ratio": self.recompute_ratio}
+        return tuple(name for name, value in given.items() if value is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
@@ -144,14 +152,17 @@ def parse_chat(
     messages = _parse_messages(payload.get("messages"), limits)
     payload["messages"] = [_without_documents(message) for message in messages]
     _check_template_kwargs(payload.get("chat_template_kwargs"))
+    blend = parse_blend(body.get("blend"))
     call = ChatCall(
         tenant=tenant,
         payload=payload,
         messages=messages,
         documents=_parse_documents(body.get("documents")),
-        blend=parse_blend(body.get("blend")),
+        blend=blend,
         trace_headers={n: headers[n] for n in ("traceparent", "tracestate") if n in headers},
-        warning=describe_warnings(stripped, ignored, max_names=limits.warning_names),
+        warning=describe_warnings(
+            stripped, ignored, blend.idle_fields, max_names=limits.warning_names
+        ),
     )
     if call.num_documents > limits.documents_per_request:
         raise InvalidRequest(
@@ -167,7 +178,7 @@ def parse_blend(value: Any) -> BlendOptions:
     """Read the `blend` object.
 
     Raises:
-        InvalidRequest: An unknown key, or a value out of range.
+        InvalidRequest: An unknown key, a value out of range, or values that contradict each other.
     """
     if value is None:
         return BlendOptions()
@@ -182,12 +193,34 @@ def parse_blend(value: Any) -> BlendOptions:
             code="unknown_parameter",
         )
     given = {key: option for key, option in value.items() if option is not None}
-    return BlendOptions(
+    options = BlendOptions(
         mode=_choice(BlendMode, given.get("mode", BlendMode.AUTO), "blend.mode"),
         policy=_policy(given.get("policy", DEFAULT_POLICY)),
         recompute_ratio=_ratio(given.get("recompute_ratio")),
         report=_flag(given["report"], "blend.report") if "report" in given else None,
     )
+    check_ratio(options.policy, options.recompute_ratio)
+    return options
+
+
+def check_ratio(policy: Policy | None, ratio: float | None, *, whose: str = "") -> None:
+    """A share to recompute needs a policy that recomputes.
+
+    Args:
+        policy: Of the request, or else of the server.
+        ratio: Of the request.
+        whose: Whose policy it is, where it is not the request's.
+
+    Raises:
+        InvalidRequest: The policy is `none`, and the share is not.
+    """
+    if policy is Policy.NONE and ratio:
+        raise InvalidRequest(
+            f"`blend.recompute_ratio` {ratio} contradicts the policy 'none'{whose}, which "
+            "recomputes nothing",
+            param="blend.recompute_ratio",
+            code="conflicting_parameters",
+        )
 
 
 def _policy(value: Any) -> Policy | None:

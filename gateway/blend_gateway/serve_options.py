@@ -22,6 +22,7 @@ from blend_gateway.settings import Settings
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _DEMO_CACHE_BYTES = 2 * _GIB
+_SCHEDULING_POLICY = "priority"
 _DEFAULTS = Settings()
 _BLEND_DEFAULTS = BlendConfig()
 
@@ -75,7 +76,7 @@ def make_parser() -> FlexibleArgumentParser:
         dtype=None,
         enforce_eager=None,
         gpu_memory_utilization=None,
-        scheduling_policy="priority",
+        scheduling_policy=_SCHEDULING_POLICY,
     )
     return parser
 
@@ -98,6 +99,7 @@ def parse_serve(
     """
     args = _parse(arguments)
     _check(args)
+    _warn(args)
     _choose_model(args, prepare_demo)
     if args.dtype is None:
         args.dtype = _default_dtype(cpu_flags or _read_cpu_flags)
@@ -109,7 +111,9 @@ def parse_serve(
             host=args.host,
             port=args.port,
             policy=Policy(args.blend_policy),
-            recompute_ratio=args.blend_ratio,
+            recompute_ratio=_DEFAULTS.recompute_ratio
+            if args.blend_ratio is None
+            else args.blend_ratio,
             check_layer=args.blend_check_layer,
             drain_s=args.drain_timeout,
         )
@@ -174,8 +178,9 @@ def _add_blend_flags(parser: FlexibleArgumentParser) -> None:
     group.add_argument(
         "--blend-ratio",
         type=float,
-        default=_DEFAULTS.recompute_ratio,
-        help="Share of reused tokens to recompute, in [0, 1].",
+        default=None,
+        help="Share of reused tokens to recompute where a request does not say, in [0, 1]. "
+        f"Default: {_DEFAULTS.recompute_ratio}.",
     )
     group.add_argument(
         "--blend-check-layer",
@@ -243,8 +248,24 @@ def _check(args: Namespace) -> None:
         raise UnusableOption("--enable-lora: adapters cannot be named by requests here")
     if not isinstance(args.default_chat_template_kwargs, dict):
         raise UnusableOption("--default-chat-template-kwargs must be a JSON object")
-    if args.blend_policy == Policy.NONE and args.blend_ratio != _DEFAULTS.recompute_ratio:
-        _log.warning("--blend-ratio has no effect with --blend-policy none")
+    if args.blend_policy == Policy.NONE and args.blend_ratio:
+        raise UnusableOption(
+            f"--blend-ratio {args.blend_ratio} contradicts --blend-policy none, which recomputes "
+            "nothing"
+        )
+
+
+def _warn(args: Namespace) -> None:
+    """Say what a flag takes away, where that is a choice that one may make."""
+    if args.scheduling_policy != _SCHEDULING_POLICY:
+        _log.warning(
+            "--scheduling-policy %s: compiles of documents do not yield to requests; they do "
+            "under %r",
+            args.scheduling_policy,
+            _SCHEDULING_POLICY,
+        )
+    if args.blend_store_gib == 0:
+        _log.warning("--blend-store-gib 0: no document's KV is kept, so every one is computed")
 
 
 def _choose_model(args: Namespace, prepare_demo: Callable[[], Path]) -> None:

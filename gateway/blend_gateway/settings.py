@@ -4,7 +4,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
-from blend_engine.protocol import Policy
+from blend_engine.protocol import DEFAULT_CHECK_LAYER, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Settings:
     port: int = 8000
     policy: Policy = Policy.SINKS
     recompute_ratio: float = 0.10
-    check_layer: int = 1
+    check_layer: int = DEFAULT_CHECK_LAYER
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     drain_s: int = 30
     limits: Limits = field(default_factory=Limits)

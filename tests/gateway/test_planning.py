@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ from tests.gateway.fakes import FakeEngine
 
 from blend_engine.protocol import FallbackReason, Policy
 from blend_engine.segments import SegmentContext, segment_key
-from blend_gateway.errors import DocumentCold
+from blend_gateway.errors import DocumentCold, InvalidRequest
 from blend_gateway.outcome import Plan
 from blend_gateway.planning import Prompt, PromptDocument, make_plan
 from blend_gateway.protocol import BlendMode, BlendOptions, ChatCall
@@ -32,12 +33,13 @@ def plan(
     prompt: Prompt = PROMPT,
     engine: FakeEngine | None = None,
     payload: dict[str, Any] | None = None,
+    settings: Settings = SETTINGS,
     **blend: Any,
 ) -> Plan:
     call = ChatCall(
         tenant=DEFAULT_TENANT, payload=payload or {}, messages=[], blend=BlendOptions(**blend)
     )
-    return make_plan(call, prompt, engine or FakeEngine(), SETTINGS)
+    return make_plan(call, prompt, engine or FakeEngine(), settings)
 
 
 def spans(made: Plan) -> list[tuple[int, int, str]]:
@@ -113,6 +115,22 @@ def test_the_policy_none_recomputes_nothing() -> None:
     made = plan(policy=Policy.NONE)
     assert made.params is not None
     assert made.params.recompute_ratio == 0.0
+
+
+def test_a_ratio_under_a_servers_policy_none_is_refused() -> None:
+    """It would be dropped in silence; naming a policy, or turning blending off, is an answer."""
+    full_reuse = replace(SETTINGS, policy=Policy.NONE)
+    with pytest.raises(InvalidRequest, match="'none' of this server") as caught:
+        plan(settings=full_reuse, recompute_ratio=0.5)
+    assert (caught.value.param, caught.value.code) == (
+        "blend.recompute_ratio",
+        "conflicting_parameters",
+    )
+    named = plan(settings=full_reuse, policy=Policy.SINKS, recompute_ratio=0.5)
+    assert named.params is not None
+    assert named.params.recompute_ratio == 0.5
+    assert plan(settings=full_reuse, recompute_ratio=0.5, mode=BlendMode.OFF).params is None
+    assert plan(settings=full_reuse, recompute_ratio=0.0).params is not None
 
 
 def test_plan_ids_are_unique() -> None:

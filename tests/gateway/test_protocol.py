@@ -197,6 +197,31 @@ def test_blend_is_read() -> None:
     )
 
 
+def test_a_ratio_contradicts_the_policy_none() -> None:
+    error = refusal(blend={"policy": "none", "recompute_ratio": 0.5})
+    assert (error.param, error.code) == ("blend.recompute_ratio", "conflicting_parameters")
+    assert parse_blend({"policy": "none", "recompute_ratio": 0}).recompute_ratio == 0.0
+
+
+@pytest.mark.parametrize(
+    ("blend", "warning"),
+    [
+        ({"policy": "hkvd"}, "fields without effect: blend.policy"),
+        ({"recompute_ratio": 0}, "fields without effect: blend.recompute_ratio"),
+        (
+            {"policy": "sinks", "recompute_ratio": 0.1},
+            "fields without effect: blend.policy, blend.recompute_ratio",
+        ),
+        ({"policy": "default", "report": True}, None),
+    ],
+)
+def test_what_to_recompute_is_without_effect_where_nothing_is_reused(
+    blend: dict[str, Any], warning: str | None
+) -> None:
+    assert parse(blend={"mode": "off", **blend}).warning == warning
+    assert parse(blend=blend).warning is None
+
+
 @pytest.mark.parametrize(
     ("blend", "param"),
     [

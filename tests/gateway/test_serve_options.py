@@ -104,6 +104,22 @@ def test_compiles_yield_to_requests_by_default() -> None:
     assert parse("m", "--scheduling-policy", "fcfs").engine_args.scheduling_policy == "fcfs"
 
 
+def test_a_flag_that_takes_something_away_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    parse("m", "--scheduling-policy", "fcfs", "--blend-store-gib", "0")
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "--scheduling-policy fcfs",
+        "--blend-store-gib 0",
+    ]
+
+
+def test_full_reuse_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:
+    """The ratio without a flag is for requests that name another policy."""
+    settings = parse("m", "--blend-policy", "none").settings
+    assert (settings.policy, settings.recompute_ratio) == (Policy.NONE, 0.10)
+    assert parse("m", "--blend-policy", "none", "--blend-ratio", "0").settings.recompute_ratio == 0
+    assert caplog.messages == []
+
+
 def test_our_defaults() -> None:
     command = parse("m")
     settings = command.settings
@@ -147,6 +163,7 @@ def test_chat_flags_reach_the_serving_classes() -> None:
         ("--blend-store-gib", "-1"),
         ("--blend-min-segment-tokens", "0"),
         ("--port", "70000"),
+        ("--blend-policy", "none", "--blend-ratio", "0.1"),
         ("--disable-log-stats",),
         ("--enable-auto-tool-choice",),
         ("--enable-lora",),

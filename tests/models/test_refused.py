@@ -10,11 +10,14 @@ import pytest
 import torch
 from tests.machines import CUDA_BF16, on_machines
 from tests.models.engine import Served, serving, start_async_engine
-from tests.models.families import ENCODER_DECODER, REFUSED, Family
+from tests.models.families import COMMON, ENCODER_DECODER, REFUSED, Family
+from tests.models.weights import write_model
 from tests.real.driver import Prompt, blend_params, max_logprob_difference, same_text
 
 from blend_engine.protocol import FallbackReason, Policy
 from blend_engine.segments import SegmentContext, SegmentSpan
+from blend_gateway.cli import build_app
+from blend_gateway.serve_options import parse_serve
 
 SEGMENT = 96
 
@@ -97,6 +100,25 @@ def test_an_encoder_decoder_is_refused_before_it_is_loaded(tmp_path: Path) -> No
     """The gateway's engine says why it does not start."""
     with pytest.raises(ValueError, match="encoder-decoder, and vLLM serves none with a KV conn"):
         asyncio.run(start_async_engine(ENCODER_DECODER, tmp_path))
+
+
+def test_a_server_does_not_start_with_a_check_layer_that_is_not_there(tmp_path: Path) -> None:
+    """It would be taken for the last layer, in silence."""
+    write_model(tmp_path, "llama", COMMON)
+    num_layers = COMMON["num_hidden_layers"]
+    arguments = [str(tmp_path), "--blend-check-layer", str(num_layers), "--dtype", "float32"]
+    command = parse_serve(arguments, prepare_demo=lambda: tmp_path)
+    fatal: list[str] = []
+    app = build_app(command, on_fatal=lambda: fatal.append("stop"))
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            await app.state.runtime.started.wait()
+
+    asyncio.run(start())
+    assert fatal == ["stop"]
+    with pytest.raises(ValueError, match=r"`check_layer` must be in \[0, 2\]"):
+        raise app.state.runtime.failure
 
 
 def test_vllm_serves_no_encoder_decoder_beside_a_connector(tmp_path: Path) -> None:

@@ -230,6 +230,11 @@ def test_a_prompt_that_is_too_long_is_a_bad_request(openai_client: OpenAI, model
         ({"documents": [{"text": "x", "author": "y"}]}, "invalid_document", "documents[0].author"),
         ({"documents": "x"}, "invalid_type", "documents"),
         ({"blend": {"recompute_ratio": 2}}, "invalid_value", "blend.recompute_ratio"),
+        (
+            {"blend": {"policy": "none", "recompute_ratio": 0.5}},
+            "conflicting_parameters",
+            "blend.recompute_ratio",
+        ),
         ({"blend": {"mode": "maybe"}}, "invalid_value", "blend.mode"),
         ({"use_beam_search": True}, "unsupported_parameter", "use_beam_search"),
         ({"temperature": -1}, "invalid_value", "temperature"),
