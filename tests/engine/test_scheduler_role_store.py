@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 
 from tests.engine.vllm_steps import (
     BLOCK_SIZE,
+    BYTES_PER_TOKEN,
     Request,
     Steps,
     blend_request,
@@ -153,6 +154,20 @@ def test_aborted_request_gives_its_lease_back():
     steps.acknowledge(steps.worker.run(metadata))
     assert steps.num_leases == 0
     assert len(steps.reports) == 1
+
+
+def test_a_document_behind_many_prefixes_is_stored_once_and_always_found():
+    """What stands before it is no part of its name: no copies pile up, and none is ever short."""
+    steps = Steps(store_tokens=2 * len(DOC))
+    for number in range(6):
+        steps.serve(compile_request(DOC))
+        before = [document(10 + number, 3 + index) for index in range(number)]
+        report = steps.serve(blend_request(*before, DOC, leading=document(20 + number, 9)))
+        assert report.segments[-1] is SegmentStatus.HIT
+        assert report.loaded_tokens == len(DOC)
+    stats = steps.scheduler.store_stats()
+    assert (stats.num_segments, stats.num_evictions) == (1, 0)
+    assert stats.num_bytes == len(DOC) * BYTES_PER_TOKEN
 
 
 def test_same_document_twice_in_a_prompt_is_reused_twice():

@@ -15,10 +15,10 @@ from tests.models.stepping import (
     prompt_of,
     stepping,
 )
-from tests.real.driver import Prompt, blend_params, max_logprob_difference
+from tests.real.driver import TENANT, Prompt, blend_params, max_logprob_difference
 
-from blend_engine.protocol import Policy
-from blend_engine.segments import SegmentContext, SegmentSpan
+from blend_engine.protocol import DropParams, Policy
+from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
 
 BUDGET = 64
 SYNCHRONOUS = BUDGET - BUDGET // 4
@@ -195,3 +195,32 @@ def test_compiles_take_turns_and_users_go_first(stepper: Stepper, served: Served
     assert not stepper.tokens[compiles[0]]
     stepper.drain()
     assert all(stepper.tokens[request] for request in compiles)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_growing_block_table_loads_nothing_again(
+    stepper: Stepper, served: Served, ratio: float
+) -> None:
+    """A decode only adds blocks, even once what its prompt loaded is gone from the store."""
+    driver, prompt = served.driver, prompt_of(served, 80, 60, document=82)
+    driver.compile(prompt)
+    expected = stepper.alone(prompt.ids, blend_params(prompt, Policy.SINKS, ratio), max_tokens=80)
+    before = driver.scheduler.store_stats()
+    params = blend_params(prompt, Policy.SINKS, ratio)
+    growing = stepper.add(prompt.ids, params, max_tokens=80)
+    while not stepper.tokens[growing]:
+        stepper.step()
+    free = num_free_blocks(served)
+    key = segment_key(TENANT, SegmentContext.FREE, prompt.segment(0))
+    dropping = stepper.add([0], DropParams(plan_id=uuid.uuid4().hex, keys=(key,)))
+    while not stepper.tokens[dropping]:
+        stepper.step()
+    assert driver.stored(SegmentContext.FREE, prompt.segment(0)) is None
+    while len(stepper.tokens[growing]) < 75:
+        stepper.step()
+    assert free - num_free_blocks(served) >= 2
+    stepper.drain()
+    assert stepper.tokens[growing] == expected
+    after = driver.scheduler.store_stats()
+    assert after.loaded_tokens - before.loaded_tokens == 60
+    assert after.num_load_failures == before.num_load_failures

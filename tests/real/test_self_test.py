@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.real.driver import Driver
+from tests.real.driver import Driver, max_logprob_difference
 from tests.real.mutations import rotated_by_one_more, without_rotation
+from tests.real.texts import fact_document
 
 from blend_engine import model_pass
 from blend_engine.attached import UnsupportedModel
@@ -94,3 +95,27 @@ def test_it_refuses_a_wrong_engine(
     mutate(monkeypatch)
     with pytest.raises(UnsupportedModel, match="self-test"):
         check(driver)
+
+
+def test_a_model_that_fails_midway_is_left_as_it_was(driver: Driver) -> None:
+    """Refused with the cause, no layer half patched, and what it computes is what it was."""
+    attached = driver.worker._attached
+    assert attached is not None
+    ids = driver.encode(fact_document(60, 2))
+    full = driver.full(ids, max_tokens=4)
+
+    def failing(*_arguments: Any) -> None:
+        raise RuntimeError("no kernel for this layer")
+
+    hook = attached.model.model.layers[7].mlp.register_forward_pre_hook(failing)
+    try:
+        with pytest.raises(UnsupportedModel, match=r"self-test: .*no kernel for this layer"):
+            check(driver)
+    finally:
+        hook.remove()
+    for layer in attached.layers.values():
+        assert "do_kv_cache_update" not in vars(layer.impl)
+    again = driver.full(ids, max_tokens=4)
+    assert again.token_ids == full.token_ids
+    assert max_logprob_difference(full, again) < 1e-4
+    check(driver)
