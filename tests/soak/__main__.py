@@ -16,9 +16,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        outcome = asyncio.run(
-            soak(Path(folder), num_requests=options.requests, seed=options.seed)
-        )
+        outcome = asyncio.run(soak(Path(folder), num_requests=options.requests, seed=options.seed))
     print(table(outcome))
     problems = outcome.findings.problems
     for problem in problems[:40]:
@@ -39,9 +37,13 @@ def table(outcome: Outcome) -> str:
         **{f"seconds of {name}": round(each) for name, each in outcome.seconds.items()},
     }
     for process, index in (("engine", 0), ("clients", 1)):
-        first, last = (round(each[index] / 2**20) for each in (outcome.memory[0], outcome.memory[-1]))
+        first, last = (
+            round(each[index] / 2**20) for each in (outcome.memory[0], outcome.memory[-1])
+        )
         rows[f"memory of the {process}, MiB"] = f"{first} to {last} ({outcome.growth[index]:+.1%})"
-    return "\n".join(["| what | count |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())])
+    return "\n".join(
+        ["| what | count |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())]
+    )
 
 
 if __name__ == "__main__":

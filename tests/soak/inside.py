@@ -6,6 +6,7 @@ process is started. The worker and the scheduler role have to share it: `UniProc
 
 import ctypes
 import gc
+import logging
 import os
 import pickle
 from typing import Any
@@ -15,6 +16,7 @@ from tests.soak.journal import Journal
 from tests.soak.records import Chapter, Rest
 from typing_extensions import override
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from blend_engine.connector import BlendConnector
 from blend_engine.extension import BlendWorkerExtension
@@ -25,6 +27,7 @@ EXTENSION = "tests.soak.inside.SoakExtension"
 
 _journal = Journal()
 _faults: list[Faults] = []
+_vllm_scheduler: list[Any] = []
 
 
 class SoakExtension(BlendWorkerExtension):
@@ -37,6 +40,8 @@ class SoakExtension(BlendWorkerExtension):
 
     def soak_arm(self, seed: int) -> None:
         """Throw faults from here on."""
+        # Every fault is a warning with its traceback.
+        logging.getLogger("blend_engine").setLevel(logging.ERROR)
         _faults.append(Faults(seed))
         _faults[0].install()
         _faults[0].is_armed = True
@@ -83,7 +88,7 @@ def _left(role: BlendScheduler) -> dict[str, Any]:
     connector = get_kv_transfer_group()
     assert isinstance(connector, BlendConnector)
     worker, index = connector.worker, role._index
-    (vllm,) = (each for each in gc.get_objects() if _is_vllm_scheduler(each))
+    vllm = _vllm_scheduler[0]
     pool = vllm.kv_cache_manager.block_pool
     return {
         "leases": role.store_stats().num_leases,
@@ -104,10 +109,6 @@ def _left(role: BlendScheduler) -> dict[str, Any]:
     }
 
 
-def _is_vllm_scheduler(each: Any) -> bool:
-    return type(each).__name__ == "Scheduler" and type(each).__module__.startswith("vllm.v1.core")
-
-
 def _listen(journal: Journal, block_size: int) -> None:
     """Between vLLM's scheduler and our role."""
     asked, admitted, built, heard, ended = (
@@ -117,6 +118,14 @@ def _listen(journal: Journal, block_size: int) -> None:
         BlendScheduler.update_connector_output,
         BlendScheduler.request_finished,
     )
+
+    schedule = Scheduler.schedule
+
+    def note(this: Any, *arguments: Any, **options: Any) -> Any:
+        _vllm_scheduler[:] = [this]
+        return schedule(this, *arguments, **options)
+
+    Scheduler.schedule = note
 
     def ask(this: BlendScheduler, request: Any, num_computed: int) -> Any:
         journal.role = this

@@ -122,9 +122,7 @@ class Verifier:
             return
         if how not in _CHAT_ENDINGS:
             return
-        findings.expect(
-            how != "hung up" or request.is_aborted, f"{request.name} hung up by itself"
-        )
+        findings.expect(how != "hung up" or request.is_aborted, f"{request.name} hung up by itself")
         if how == "done":
             complete = len(ending.token_ids) == request.max_tokens
             findings.expect(complete, f"{request.name}: {len(ending.token_ids)} tokens")
