@@ -1,6 +1,7 @@
 """Clients: they ask, read, hang up, and say how it ended for them."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -101,10 +102,9 @@ async def _chat(engine: BlendAsyncLLM, ending: Ending) -> None:
         async with aclosing(stream):
             async for output in stream:
                 ending.token_ids = list(output.outputs[0].token_ids)
-                if request.abort_after_tokens is not None:
-                    if len(ending.token_ids) >= request.abort_after_tokens:
-                        ending.how = "hung up"
-                        return
+                if len(ending.token_ids) >= (request.abort_after_tokens or math.inf):
+                    ending.how = "hung up"
+                    return
         ending.how = "done"
     except ColdDocument:
         ending.how = "cold"

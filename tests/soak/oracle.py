@@ -33,7 +33,7 @@ class KV:
     keys: Tensor
     values: Tensor
     is_doubtful: bool = False
-    """Whether a tie may have been decided otherwise by the engine, here or in blocks it stands on."""
+    """Whether the engine may have decided a tie otherwise, here or in blocks that this stands on."""
 
 
 @dataclass(slots=True)
@@ -228,14 +228,15 @@ class Oracle:
         kv.values[layer, positions] = model._heads(layer, "v", x, model.num_kv_heads)
         end = int(positions[-1]) + 1
         group = model.num_heads // model.num_kv_heads
-        seen_k = kv.keys[layer, :end].repeat_interleave(group, dim=1)
-        seen_v = kv.values[layer, :end].repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,thd->hqt", query, seen_k) / model.head_dim**0.5
-        is_later = torch.arange(end) > positions[:, None]
-        scores.masked_fill_(is_later, -torch.inf)
+        seen_k, seen_v = (
+            each[layer, :end].repeat_interleave(group, dim=1).transpose(0, 1)
+            for each in (kv.keys, kv.values)
+        )
+        is_seen = torch.arange(end) <= positions[:, None]
+        scores = torch.bmm(query.transpose(0, 1), seen_k.transpose(1, 2)) / model.head_dim**0.5
+        scores.masked_fill_(~is_seen, -torch.inf)
         # A position that nobody has filled yet must not spoil those that do not look at it.
-        seen_v = seen_v.nan_to_num() if bool(is_later.any()) else seen_v
-        out = torch.einsum("hqt,thd->qhd", scores.softmax(dim=-1), seen_v)
+        out = torch.bmm(scores.softmax(dim=-1), seen_v.nan_to_num()).transpose(0, 1)
         weight = model.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
         hidden = hidden + out.flatten(1) @ weight.T
         return hidden + model._mlp(layer, hidden)

@@ -1,4 +1,4 @@
-"""What the engine's process writes down while the soak runs, and hands to the one that checks it."""
+"""What the engine's process writes down while the soak runs, for the process that checks it."""
 
 from dataclasses import dataclass, field
 
