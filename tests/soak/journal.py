@@ -74,8 +74,13 @@ class Journal:
         """The step is made up: what running requests were given counts before who came in."""
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id not in cached.resumed_req_ids and new_ids:
-                self._grow(request_id, list(new_ids[0]))
+            if new_ids:
+                # Resumed requests come with whole lists, running ones with increments.
+                is_whole = request_id in cached.resumed_req_ids
+                self._grow(request_id, list(new_ids[0]), is_whole=is_whole)
+        for new in scheduler_output.scheduled_new_reqs:
+            # Whose asynchronous pass has ended has been given blocks for what follows.
+            self._grow(new.req_id, list(new.block_ids[0]), is_whole=True)
         pending, self._pending = self._pending, []
         for admission in pending:
             self._settle_blocks(admission, block_size)
@@ -112,8 +117,10 @@ class Journal:
         admission.token_ids = list(request.all_token_ids)
         admission.is_over = True
 
-    def _grow(self, request_id: str, block_ids: list[int]) -> None:
+    def _grow(self, request_id: str, block_ids: list[int], *, is_whole: bool) -> None:
         admission = self._open[request_id]
+        if is_whole:
+            block_ids = block_ids[len(admission.blocks) :]
         for block in block_ids:
             self._owner_of_block[block] = admission.number
         admission.blocks += block_ids

@@ -33,7 +33,7 @@ class KV:
     keys: Tensor
     values: Tensor
     is_doubtful: bool = False
-    """Whether the engine may have decided a tie otherwise, here or in blocks that this stands on."""
+    """Whether the engine may have decided a tie otherwise, here or in blocks this stands on."""
 
 
 @dataclass(slots=True)
