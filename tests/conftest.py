@@ -2,7 +2,7 @@
 
 import pytest
 
-_FOLDERS_WITH_ENGINES = ("tests/real/", "tests/models/", "tests/gpu/")
+_FOLDERS_WITH_ENGINES = ("tests/real/", "tests/models/", "tests/gpu/", "tests/soak/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,8 +152,7 @@ async def start_async_engine(
             dtype=family.machine.dtype,
             enforce_eager=True,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
-            **settings,
+            **{"max_num_seqs": 8, **settings},
         )
         return await BlendAsyncLLM.start(arguments, config)
 

@@ -14,9 +14,9 @@ from blend_engine.model_pass import ModelPass
 from blend_engine.pass_run import PassRun
 from blend_engine.pool import SegmentPool, StoredSegment
 
-_LOADS = {"damaged": 0.02, "truncated": 0.015, "evicted": 0.015, "slow": 0.02, "no_memory": 0.015}
-_CALL_WITHOUT_MEMORY, _WORKER_RAISES = 0.008, 0.008
-_NO_SLAB, _COMPILE_FAILS, _STORE_FULL = 0.03, 0.03, 0.04
+_LOADS = {"damaged": 0.04, "truncated": 0.04, "evicted": 0.04, "slow": 0.04, "no_memory": 0.04}
+_CALL_WITHOUT_MEMORY, _WORKER_RAISES = 0.006, 0.04
+_NO_SLAB, _COMPILE_FAILS, _STORE_FULL = 0.08, 0.08, 0.08
 _LONGEST_DELAY_S = 0.02
 
 

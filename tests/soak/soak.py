@@ -25,17 +25,23 @@ from blend_engine.async_engine import BlendAsyncLLM
 from blend_engine.config import BlendConfig
 from blend_engine.preamble import ballast_ids
 
-BLOCK_SIZE, NUM_BLOCKS = 32, 120
+BLOCK_SIZE, NUM_BLOCKS = 32, 44
 CONCURRENCY = 32
 MEMORY_GROWTH = 0.05
 _CHAPTERS = 10
 _STORE_BYTES = 3 << 20
-_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR"}
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+}
+"""The last: oneDNN keeps a kernel for each of the last 1,024 shapes, 150 MiB in some thousands of
+requests, which would hide a leak."""
 _CONFIG = BlendConfig(
     store_bytes=_STORE_BYTES,
     min_segment_tokens=MIN_SEGMENT_TOKENS,
     compile_queue_depth=64,
-    pass_budget_tokens=128,
+    pass_budget_tokens=64,
 )
 _TRIES = 50
 
@@ -145,6 +151,7 @@ async def _engine(folder: Path) -> AsyncIterator[BlendAsyncLLM]:
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=NUM_BLOCKS,
             max_num_batched_tokens=256,
+            max_num_seqs=CONCURRENCY,
             # vLLM moves the worker out of the engine's process on CPUs, unless it is told so.
             distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
         )

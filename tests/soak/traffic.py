@@ -144,17 +144,17 @@ class Traffic:
         if len(self._earlier) == _MEMORY:
             self._earlier.pop(draw.randrange(_MEMORY))
         self._earlier.append(request)
-        if draw.random() < 0.12:
+        if draw.random() < 0.2:
             return self._hung_up(request)
         return request
 
     def _length(self) -> int:
         draw = self._random
-        return draw.randint(30, 60) if draw.random() < 0.1 else draw.randint(1, 10)
+        return draw.randint(40, 90) if draw.random() < 0.1 else draw.randint(1, 10)
 
     def _hung_up(self, request: Request) -> Request:
         if self._random.random() < 0.6:
-            return replace(request, abort_after_s=self._random.uniform(0.0, 0.3))
+            return replace(request, abort_after_s=self._random.uniform(0.0, 2.0))
         more = request.max_tokens + 5
         return replace(
             request, max_tokens=more, abort_after_tokens=self._random.randrange(1, more - 2)
