@@ -14,9 +14,11 @@ from typing import Any
 from tests.soak.faults import Faults
 from tests.soak.journal import Journal
 from tests.soak.records import Chapter, Rest
+from tests.soak.traffic import LEAVES_IN_PASS
 from typing_extensions import override
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from blend_engine.connector import BlendConnector
 from blend_engine.extension import BlendWorkerExtension
@@ -109,6 +111,23 @@ def _left(role: BlendScheduler) -> dict[str, Any]:
     }
 
 
+def _hang_up_in_passes(vllm: Any, role: BlendScheduler | None) -> None:
+    """Abort, as a client's abort would, those who are to leave while their pass is under way.
+
+    No client can tell when that is.
+    """
+    flights = role._flights._flights.values() if role is not None else ()
+    leaving = [
+        flight.admitted.request_id
+        for flight in flights
+        if flight.is_started
+        and not flight.is_cancelled
+        and flight.admitted.request_id.split("-")[0].endswith(LEAVES_IN_PASS)
+    ]
+    if leaving:
+        vllm.finish_requests(leaving, RequestStatus.FINISHED_ABORTED)
+
+
 def _listen(journal: Journal, block_size: int) -> None:
     """Between vLLM's scheduler and our role."""
     asked, admitted, built, heard, ended = (
@@ -123,6 +142,7 @@ def _listen(journal: Journal, block_size: int) -> None:
 
     def note(this: Any, *arguments: Any, **options: Any) -> Any:
         _vllm_scheduler[:] = [this]
+        _hang_up_in_passes(this, journal.role)
         return schedule(this, *arguments, **options)
 
     Scheduler.schedule = note

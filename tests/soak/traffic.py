@@ -26,6 +26,10 @@ _MEMORY = 48
 """Earlier prompts that may be asked again or continued."""
 
 
+LEAVES_IN_PASS = "p"
+"""Ends the names of requests that are aborted while their pass is spread over steps."""
+
+
 class Kind(Enum):
     """What a client does."""
 
@@ -153,7 +157,10 @@ class Traffic:
         return draw.randint(40, 90) if draw.random() < 0.1 else draw.randint(1, 10)
 
     def _hung_up(self, request: Request) -> Request:
-        if self._random.random() < 0.6:
+        chance = self._random.random()
+        if chance < 0.3 and request.segments:
+            return replace(request, name=request.name + LEAVES_IN_PASS, abort_after_s=3.0)
+        if chance < 0.7:
             return replace(request, abort_after_s=self._random.uniform(0.0, 2.0))
         more = request.max_tokens + 5
         return replace(
