@@ -1,0 +1,225 @@
+"""What one arm does to one prompt, held against full prefill of the same prompt.
+
+The reference continuation is what full prefill says greedily; both sides are teacher-forced through
+it. S is steps, V the vocabulary. Logits come in fp32 and everything behind them is float64: a KL of
+1e-7 is a difference of numbers near 10. Logits are not kept.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DIGITS = 9
+"""Significant digits that a measured figure keeps: more than fp32 logits carry, and what is written
+to a report is then exactly what its figures were computed from."""
+
+
+class DamagedLogits(ValueError):
+    """Logits that are no distribution: NaN, positive infinity, or nothing finite in a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihoods:
+    """Log-likelihoods of whole answers behind the prompt, summed over their tokens, in nats.
+
+    Args:
+        answer: The gold answer's, None where the task has none.
+        num_answer_tokens: Its length.
+        candidates: Of the candidates, gold first; empty where there is nothing to rank.
+        num_candidate_tokens: Their lengths.
+    """
+
+    answer: float | None = None
+    num_answer_tokens: int = 0
+    candidates: tuple[float, ...] = ()
+    num_candidate_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.candidates) == len(self.num_candidate_tokens)
+        scores = self.candidates if self.answer is None else (self.answer, *self.candidates)
+        if not all(math.isfinite(score) for score in scores):
+            raise DamagedLogits(f"log-likelihoods {scores!r}, expected finite ones")
+
+
+NO_LIKELIHOODS = Likelihoods()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDeviations:
+    """How far an arm is from full prefill in every layer; one number a layer, 0 is equal.
+
+    Args:
+        key: Relative L2 of K on the document tokens that were not recomputed.
+        value: The same of V.
+        attention: Difference of the question's attention weights.
+    """
+
+    key: tuple[float, ...] | None = None
+    value: tuple[float, ...] | None = None
+    attention: tuple[float, ...] | None = None
+
+
+NO_DEVIATIONS = LayerDeviations()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One prompt under one arm.
+
+    Args:
+        kl: KL(full || arm) of every step over the full vocabulary, nats; inf where the arm rules
+            out what full prefill does not.
+        agrees: Whether the greedy token of a step is full prefill's.
+        reference_nll: Negative log-likelihood of the reference's tokens, nats, one a token.
+        charged_ratio: Fresh token-layers on document tokens over all of them.
+        likelihoods: Of the answers.
+        deviations: Per layer, where they were taken.
+    """
+
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
+    reference_nll: tuple[float, ...]
+    charged_ratio: float
+    likelihoods: Likelihoods = NO_LIKELIHOODS
+    deviations: LayerDeviations = NO_DEVIATIONS
+
+    def __post_init__(self) -> None:
+        assert len(self.kl) == len(self.agrees) >= len(self.reference_nll) > 0
+
+    @property
+    def num_steps(self) -> int:
+        """Teacher-forced steps."""
+        return len(self.kl)
+
+    @property
+    def first_divergence(self) -> int:
+        """The first step whose greedy token differs; the number of steps where none does."""
+        return self.agrees.index(False) if False in self.agrees else len(self.agrees)
+
+    @property
+    def margin(self) -> float | None:
+        """Log-likelihood of gold over the best other candidate, None without another one."""
+        candidates = self.likelihoods.candidates
+        return _rounded(candidates[0] - max(candidates[1:])) if len(candidates) > 1 else None
+
+    @property
+    def ranks_gold_first(self) -> bool:
+        """Whether gold beats every other candidate; a tie is no win."""
+        return self.margin is not None and self.margin > 0
+
+
+class ReferenceLogits:
+    """Full prefill's side of a prompt, against which any number of arms are measured.
+
+    Args:
+        logits_SV: fp32 logits of its steps.
+        tokens: The reference continuation, one token a step; the last steps may be without one.
+            What the logits say greedily where not given.
+
+    Raises:
+        DamagedLogits: They are no distribution.
+    """
+
+    def __init__(
+        self, logits_SV: NDArray[np.float32], *, tokens: Sequence[int] | None = None
+    ) -> None:
+        self._logp_SV = log_softmax(logits_SV)
+        self._p_SV = np.exp(self._logp_SV)
+        self._top_S = greedy(logits_SV)
+        chosen = self._top_S if tokens is None else np.asarray(tokens, dtype=np.int64)
+        if not 0 < len(chosen) <= len(self._top_S):
+            raise ValueError(f"{len(chosen)} tokens for {len(self._top_S)} steps")
+        self._tokens = chosen
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The reference continuation."""
+        return tuple(int(token) for token in self._tokens)
+
+    def measure(
+        self,
+        logits_SV: NDArray[np.float32],
+        *,
+        charged_ratio: float,
+        likelihoods: Likelihoods = NO_LIKELIHOODS,
+        deviations: LayerDeviations = NO_DEVIATIONS,
+    ) -> Measured:
+        """Hold an arm's logits of the same steps against the reference's.
+
+        Raises:
+            DamagedLogits: The arm's logits are no distribution.
+            ValueError: They are of other steps or of another vocabulary.
+        """
+        if logits_SV.shape != self._logp_SV.shape:
+            raise ValueError(f"logits {logits_SV.shape}, the reference has {self._logp_SV.shape}")
+        logq_SV = log_softmax(logits_SV)
+        count = len(self._tokens)
+        nll_S = -logq_SV[np.arange(count), self._tokens]
+        return Measured(
+            kl=tuple(_rounded(kl) for kl in self._kl(logq_SV)),
+            agrees=tuple(bool(same) for same in greedy(logits_SV) == self._top_S),
+            reference_nll=tuple(_rounded(max(0.0, nll)) for nll in nll_S.tolist()),
+            charged_ratio=_rounded(charged_ratio),
+            likelihoods=_rounded_likelihoods(likelihoods),
+            deviations=_rounded_deviations(deviations),
+        )
+
+    def _kl(self, logq_SV: NDArray[np.float64]) -> list[float]:
+        kl = []
+        for p_V, logp_V, logq_V in zip(self._p_SV, self._logp_SV, logq_SV, strict=True):
+            with np.errstate(invalid="ignore"):  # -inf on both sides, which is masked just below
+                terms_V = p_V * (logp_V - logq_V)
+            # What the reference rules out costs nothing, whatever the arm thinks of it.
+            terms_V[p_V == 0.0] = 0.0
+            # A true KL is at least 0; the sum's rounding is not.
+            kl.append(max(0.0, float(terms_V.sum())))
+        return kl
+
+
+def log_softmax(logits_SV: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities ``[S, V]`` in float64; a logit of -inf has none.
+
+    Raises:
+        DamagedLogits: NaN, +inf, or a step without a finite logit.
+    """
+    if logits_SV.ndim != 2 or not logits_SV.size:
+        raise ValueError(f"logits of shape {logits_SV.shape}, expected [steps, vocabulary]")
+    top_S = logits_SV.max(axis=1)
+    if not np.isfinite(top_S).all():
+        step = int(np.flatnonzero(~np.isfinite(top_S))[0])
+        raise DamagedLogits(f"the largest logit of step {step} is {float(top_S[step])!r}")
+    shifted_SV: NDArray[np.float64] = logits_SV.astype(np.float64) - top_S[:, None]
+    norm_S = np.array([math.log(float(np.exp(row_V).sum())) for row_V in shifted_SV])
+    shifted_SV -= norm_S[:, None]
+    return shifted_SV
+
+
+def greedy(logits_SV: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The greedy token of every step; of equal logits, the lowest token id."""
+    tokens_S: NDArray[np.int64] = np.argmax(logits_SV, axis=1).astype(np.int64)
+    return tokens_S
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _rounded_likelihoods(given: Likelihoods) -> Likelihoods:
+    return Likelihoods(
+        answer=None if given.answer is None else _rounded(given.answer),
+        num_answer_tokens=given.num_answer_tokens,
+        candidates=tuple(_rounded(value) for value in given.candidates),
+        num_candidate_tokens=given.num_candidate_tokens,
+    )
+
+
+def _rounded_deviations(given: LayerDeviations) -> LayerDeviations:
+    def each(values: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        return None if values is None else tuple(_rounded(value) for value in values)
+
+    return LayerDeviations(
+        key=each(given.key), value=each(given.value), attention=each(given.attention)
+    )
