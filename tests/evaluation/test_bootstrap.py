@@ -43,7 +43,8 @@ def test_a_resample_is_as_large_as_the_sample() -> None:
 
 def test_draws_hang_on_seed_and_cell_alone() -> None:
     def draws(seed: int, name: str) -> list[list[float]]:
-        return draw_counts(9, seed=seed, name=name, num_resamples=20).tolist()
+        counts: list[list[float]] = draw_counts(9, seed=seed, name=name, num_resamples=20).tolist()
+        return counts
 
     assert draws(1, "a") == draws(1, "a")
     assert draws(1, "a") != draws(2, "a")
