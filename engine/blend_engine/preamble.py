@@ -17,7 +17,7 @@ SEPARATOR_TEXT = "\n\n"
 _SYSTEM = "You are a helpful assistant."
 _MARK = "BALLAST"
 
-_BALLAST = (
+BALLAST = (
     "The harbour of Bergen grew around a natural inlet sheltered from the North Sea. "
     "Merchants dried cod on wooden racks and exchanged it for grain that ships carried from "
     "the Baltic. The narrow wharf houses burned down several times, and each time they were "
@@ -54,11 +54,11 @@ def ballast_ids(tokenizer: Any) -> list[int]:
         tokenizer: The model's Hugging Face tokenizer.
     """
     separator = _encode(tokenizer, SEPARATOR_TEXT)
-    ids = [*_opening_ids(tokenizer), *separator]
-    for number, paragraph in enumerate(_BALLAST, 1):
+    ids = [*opening_ids(tokenizer), *separator]
+    for number, paragraph in enumerate(BALLAST, 1):
         ids += [*_encode(tokenizer, document_header(number)), *separator]
         ids += [*_encode(tokenizer, paragraph), *separator]
-    return [*ids, *_encode(tokenizer, document_header(len(_BALLAST) + 1)), *separator]
+    return [*ids, *_encode(tokenizer, document_header(len(BALLAST) + 1)), *separator]
 
 
 def _bos_ids(tokenizer: Any) -> list[int]:
@@ -68,7 +68,7 @@ def _bos_ids(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and with_special[:1] == [bos] else []
 
 
-def _opening_ids(tokenizer: Any) -> list[int]:
+def opening_ids(tokenizer: Any) -> list[int]:
     """What the chat template writes before the first words of a user; BOS without a template."""
     if not tokenizer.chat_template:
         return _bos_ids(tokenizer)
