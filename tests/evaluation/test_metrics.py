@@ -167,17 +167,10 @@ def test_likelihood_is_of_the_references_tokens() -> None:
     assert nll == pytest.approx([-math.log(0.8), -math.log(0.1)], rel=1e-6)
 
 
-def test_gold_must_beat_every_other_candidate() -> None:
-    assert measured(0.0, likelihoods=ranked(-1.0, -2.0, -3.0)).ranks_gold_first
-    assert not measured(0.0, likelihoods=ranked(-1.0, -2.0, -0.5)).ranks_gold_first
-    assert not measured(0.0, likelihoods=ranked(-1.0, -1.0)).ranks_gold_first, "a tie"
+def test_margin_is_to_the_best_other_candidate() -> None:
     assert measured(0.0, likelihoods=ranked(-1.0, -2.5, -9.0)).margin == 1.5
-
-
-def test_nothing_to_rank_is_neither_right_nor_wrong() -> None:
-    alone = measured(0.0, likelihoods=ranked(-1.0))
-    assert alone.margin is None
-    assert not alone.ranks_gold_first
+    assert measured(0.0, likelihoods=ranked(-1.0, -9.0, -0.5)).margin == -0.5
+    assert measured(0.0, likelihoods=ranked(-1.0)).margin is None, "nothing to rank"
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

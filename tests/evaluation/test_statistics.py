@@ -107,9 +107,10 @@ def test_agreement_and_divergence() -> None:
 
 
 def test_ranking_counts_what_full_prefill_gets_right() -> None:
-    right, wrong = ranked(-1.0, -3.0), ranked(-3.0, -2.0)
-    full_side = [right, right, wrong, right]
-    arm_side = [right, wrong, right, right]
+    """A tie is no win."""
+    right, wrong, tie = ranked(-1.0, -3.0), ranked(-3.0, -2.0), ranked(-1.0, -1.0)
+    full_side = [right, right, wrong, right, tie]
+    arm_side = [right, wrong, right, right, right]
     records = [
         Record(prompt=prompt(number), arm=arm, measured=measured(0.0, likelihoods=likelihoods))
         for arm, side in ((FULL, full_side), ("arm", arm_side))
@@ -117,11 +118,11 @@ def test_ranking_counts_what_full_prefill_gets_right() -> None:
     ]
     records += study({"arm": [0.0] * 3}, family="nothing_to_rank")
     found = summaries(records)["arm"]
-    assert (found.num_prompts, found.num_rankable, found.num_full_right) == (7, 4, 3)
+    assert (found.num_prompts, found.num_rankable, found.num_full_right) == (8, 5, 3)
     assert found.ranking.value == pytest.approx(2 / 3)
-    assert found.ranking_all.value == pytest.approx(3 / 4)
-    assert found.full_right_ratio.value == pytest.approx(3 / 4)
-    assert found.margin.value == pytest.approx((0 - 3 + 3 + 0) / 4)
+    assert found.ranking_all.value == pytest.approx(4 / 5)
+    assert found.full_right_ratio.value == pytest.approx(3 / 5)
+    assert found.margin.value == pytest.approx((0 - 3 + 3 + 0 + 2) / 5)
     # Of gold, per token: -1 to -3 on one prompt, -3 to -1 on another, two tokens each.
     assert found.answer_nll.value == pytest.approx(0.0)
 
@@ -227,6 +228,16 @@ def test_a_rise_within_the_interval_or_the_floor_is_noise() -> None:
     tiny = {"r0": [1e-7] * 9, "r10": [1e-7] * 9, "r50": [3e-7] * 9}
     assert verdict(tiny) == "not monotone"
     assert verdict(tiny, replace(_DESIGN, floor_kl=1e-6)) == "monotone within noise"
+
+
+def test_a_curve_over_other_cells_has_no_verdict() -> None:
+    """Its points would differ in their prompts, too."""
+    records = study({"r0": [0.1], "r10": [0.2]}, ratios=_RATIOS)
+    records += study({"r0": [0.1]}, family="musique", ratios=_RATIOS)
+    cells = cell_sums(records, _DESIGN)
+    (curve,) = curves(added(cells.values()), _CURVE, _DESIGN)
+    assert curve.verdict == "not comparable"
+    assert [len(curves(cell, _CURVE, _DESIGN)) for cell in cells.values()] == [0, 1]
 
 
 def test_a_slow_climb_is_seen_between_its_ends() -> None:

@@ -101,14 +101,12 @@ class Measured:
 
     @property
     def margin(self) -> float | None:
-        """Log-likelihood of gold over the best other candidate, None without another one."""
-        candidates = self.likelihoods.candidates
-        return _rounded(candidates[0] - max(candidates[1:])) if len(candidates) > 1 else None
+        """Gold's log-likelihood above the best other candidate's, None without another one.
 
-    @property
-    def ranks_gold_first(self) -> bool:
-        """Whether gold beats every other candidate; a tie is no win."""
-        return self.margin is not None and self.margin > 0
+        Gold is ranked first where it is positive; a tie is no win.
+        """
+        candidates = self.likelihoods.candidates
+        return candidates[0] - max(candidates[1:]) if len(candidates) > 1 else None
 
 
 class ReferenceLogits:

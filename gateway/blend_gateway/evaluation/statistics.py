@@ -142,16 +142,20 @@ class Curve:
         rises: Every pair of them that is out of order at all.
         proven: Of those, the ones that noise does not explain, at the confidence for all pairs of
             the curve together.
+        is_comparable: Whether the arms were run in the same cells; there are no rises if not.
     """
 
     name: str
     arms: tuple[str, ...]
     rises: tuple[Rise, ...]
     proven: tuple[Rise, ...]
+    is_comparable: bool = True
 
     @property
     def verdict(self) -> str:
-        """``monotone``, ``monotone within noise`` or ``not monotone``."""
+        """``monotone``, ``monotone within noise``, ``not monotone`` or ``not comparable``."""
+        if not self.is_comparable:
+            return "not comparable"
         if self.proven:
             return "not monotone"
         return "monotone within noise" if self.rises else "monotone"
@@ -178,8 +182,9 @@ def _curve(name: str, group: Group, arms: Sequence[str], design: Design) -> Curv
     pairs = [pair for pair in combinations(ordered, 2) if charged(pair[0]) < charged(pair[1])]
     confidence = 1.0 - (1.0 - CONFIDENCE) / max(1, len(pairs))  # Bonferroni's
     rises, proven = [], []
+    if len({group[arm].cells for arm in ordered}) > 1:
+        return Curve(name=name, arms=tuple(ordered), rises=(), proven=(), is_comparable=False)
     for lower, higher in pairs:
-        _check_same_prompts(name, group[lower], group[higher])
         rise = difference(group, higher, lower, confidence=confidence)
         if rise.value is None or rise.value <= 0:
             continue
@@ -189,11 +194,6 @@ def _curve(name: str, group: Group, arms: Sequence[str], design: Design) -> Curv
         if rise.low > 0 and rise.value > _floor(group[higher], design):
             proven.append(found)
     return Curve(name=name, arms=tuple(ordered), rises=tuple(rises), proven=tuple(proven))
-
-
-def _check_same_prompts(curve: str, first: ArmSums, second: ArmSums) -> None:
-    if first.cells != second.cells:
-        raise ValueError(f"curve {curve!r} has arms over {first.cells} and over {second.cells}")
 
 
 def _floor(arm: ArmSums, design: Design) -> float:

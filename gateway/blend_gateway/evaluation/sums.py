@@ -199,12 +199,13 @@ def _quantities(
     if arm.likelihoods.answer is not None and full.likelihoods.answer is not None:
         row[Quantity.ANSWER_TOKENS] = arm.likelihoods.num_answer_tokens
         row[Quantity.ANSWER_NLL] = full.likelihoods.answer - arm.likelihoods.answer
-    if arm.margin is not None and full.margin is not None:
+    margin, full_margin = arm.margin, full.margin
+    if margin is not None and full_margin is not None:
         row[Quantity.RANKABLE] = 1.0
-        row[Quantity.RIGHT] = arm.ranks_gold_first
-        row[Quantity.FULL_RIGHT] = full.ranks_gold_first
-        row[Quantity.BOTH_RIGHT] = full.ranks_gold_first and arm.ranks_gold_first
-        row[Quantity.MARGIN] = arm.margin - full.margin
+        row[Quantity.RIGHT] = margin > 0
+        row[Quantity.FULL_RIGHT] = full_margin > 0
+        row[Quantity.BOTH_RIGHT] = min(margin, full_margin) > 0
+        row[Quantity.MARGIN] = margin - full_margin
     row[Quantity.GAP_KL] = np.nan if gap is None else sum(gap.kl)
     row[Quantity.GAP_FIRST_KL] = np.nan if gap is None else gap.kl[0]
     row[Quantity.FLOOR_KL] = 0.0 if floor is None else sum(floor.kl)
