@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blend_engine.preamble import document_header
 from blend_gateway.evaluation.generators.filler import Filler
 from blend_gateway.evaluation.tasks import Sizes, Task, Variant, stratum
 
@@ -91,6 +92,15 @@ def lay_out(
     )
 
 
+def header_tokens(titles: Sequence[str | None], sizes: Sizes) -> int:
+    """What documents bring along, whose titles these are, in tokens."""
+    shortest = sizes.count(document_header(1))
+    return sum(
+        sizes.header_tokens + sizes.count(document_header(number, title)) - shortest
+        for number, title in enumerate(titles, 1)
+    )
+
+
 def _num_blank(draft: Draft, room: int, sizes: Sizes) -> int:
     """How many documents of nothing but filler there are."""
     num_stated = sum(len(group) for group in (*draft.needed, *draft.others))
@@ -140,7 +150,7 @@ def _needed_places(
 
 def _fill(pages: Sequence[Page], room: int, sizes: Sizes, rng: random.Random) -> tuple[str, ...]:
     """Texts that together take the room; what one document lacks or exceeds, the next evens out."""
-    left = room - sum(_header_tokens(p, number, sizes) for number, p in enumerate(pages, 1))
+    left = room - header_tokens([placed.title for placed in pages], sizes)
     filler = Filler(rng)
     texts: list[str] = []
     for index, placed in enumerate(pages):
@@ -153,13 +163,6 @@ def _fill(pages: Sequence[Page], room: int, sizes: Sizes, rng: random.Random) ->
             f" state: {-left} tokens too many"
         )
     return tuple(texts)
-
-
-def _header_tokens(placed: Page, number: int, sizes: Sizes) -> int:
-    """What a document brings along; `Sizes` knows only of untitled ones with a number of one digit."""
-    longer = sizes.count(str(number)) - sizes.count("1")
-    titled = 0 if placed.title is None else sizes.count(f": {placed.title}")
-    return sizes.header_tokens + longer + titled
 
 
 def _fill_page(

@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blend_gateway.evaluation.tasks import NUM_ORDERS, Task, Variant
+from blend_gateway.evaluation.generators.layout import header_tokens
+from blend_gateway.evaluation.tasks import NUM_ORDERS, Sizes, Task, Variant
 from blend_gateway.evaluation.texts import MusiqueRow, bare
 
 FAMILY = "musique"
+SHORT_FAMILY = "musique_short"
 _NUM_DISTRACTORS = 3
 _KINDS = ("who", "whom", "where", "when", "what", "which")
 
@@ -62,7 +64,7 @@ def musique_task(
         texts = [cut_around(text, answer, short.tokens, count) for text in texts]
     needed = tuple(at for at, text in enumerate(texts) if _holds(text, row.answers))
     return Task(
-        family=FAMILY,
+        family=FAMILY if short is None else SHORT_FAMILY,
         variant=Variant.DERIVED,
         number=number,
         depth=needed[0] / max(len(texts) - 1, 1) if needed else 0.0,
@@ -76,6 +78,21 @@ def musique_task(
     )
 
 
+def short_form(sizes: Sizes, question: str, most: int) -> ShortForm:
+    """As many passages of the wanted size as the length holds, evened out to meet it.
+
+    Args:
+        sizes: The prompt's length and its documents'.
+        question: The user's message.
+        most: How many passages there are.
+    """
+    room = sizes.length - sizes.base_tokens - sizes.count(question)
+    fitting = round(room / (sizes.document_tokens + sizes.header_tokens))
+    passages = min(max(fitting, 1), most)
+    tokens = (room - header_tokens([None] * passages, sizes)) // passages
+    return ShortForm(passages=passages, tokens=max(tokens, 1))
+
+
 def cut_around(text: str, wanted: str, tokens: int, count: Callable[[str], int]) -> str:
     """Keep whole words of a text, at most so many tokens, with a phrase in the middle if it is in.
 
@@ -87,7 +104,7 @@ def cut_around(text: str, wanted: str, tokens: int, count: Callable[[str], int])
     """
     words = re.findall(r"\s*\S+", text)
     place = _place_of(words, wanted)
-    low, high = 0, len(words)
+    low, high = 0, min(len(words), tokens)  # no word is less than a token
     while low < high:  # the most words that fit
         half = (low + high + 1) // 2
         start = _start(place, half, len(words))

@@ -27,8 +27,8 @@ def draft(variant: Variant, number: int, rng: random.Random, count: Count) -> Dr
     if variant is Variant.DIRECT:
         begun, wanted = f"The word paired with {given} is", middles
         question = f"Which word is paired with {given}?"
-        needed = (first_page,)
-        others = (second_page, first_rivals, second_rivals)
+        needed: tuple[Group, ...] = (first_page,)
+        others: tuple[Group, ...] = (second_page, first_rivals, second_rivals)
     else:
         begun, wanted = f"Two steps on from {given} is", ends
         question = (
