@@ -40,7 +40,7 @@ _MADE_UP: Mapping[str, Drafter] = MappingProxyType(
 
 VARIANTS: Mapping[str, tuple[Variant, ...]] = MappingProxyType(
     {
-        **{family: (Variant.DIRECT, Variant.DERIVED) for family in _MADE_UP},
+        **dict.fromkeys(_MADE_UP, (Variant.DIRECT, Variant.DERIVED)),
         topics.FAMILY: (Variant.DIRECT,),
         musique.FAMILY: (Variant.DERIVED,),
         musique.SHORT_FAMILY: (Variant.DERIVED,),

@@ -13,6 +13,8 @@ from blend_gateway.evaluation.texts import flat, prose_sentences
 FAMILY = "python_topics"
 _NUM_DISTRACTORS = 3
 _PHRASE_WORDS = 4
+_NUM_PHRASES = 6
+"""Of each sentence, to pick distractors from."""
 _MOST_CHARACTERS = 6
 """Of a token, on average over a text of this kind; about 4 in fact."""
 _WORD = re.compile(r"(?<![\w\"*.'-])[a-z]{6,}(?![\w\"*'-])")
@@ -158,8 +160,8 @@ def _distractors(texts: list[str], quiz: _Quiz, rng: random.Random, sizes: Sizes
                 pool += [m.group() for m in _WORD.finditer(sentence)]
             else:
                 words = sentence.split()
-                start = rng.randrange(len(words) - _PHRASE_WORDS)
-                pool.append(" ".join(words[start : start + _PHRASE_WORDS]))
+                starts = rng.sample(range(len(words) - _PHRASE_WORDS), _NUM_PHRASES)
+                pool += [" ".join(words[start : start + _PHRASE_WORDS]) for start in starts]
     unlike = [phrase for phrase in dict.fromkeys(pool) if phrase not in quiz.question]
     unlike = [phrase for phrase in unlike if phrase != quiz.wanted]
     rng.shuffle(unlike)
