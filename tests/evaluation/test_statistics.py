@@ -75,19 +75,25 @@ def test_infinite_kl_is_not_averaged_away() -> None:
 
 def test_kl_over_steps_and_of_the_first_token() -> None:
     """The mean is over steps; p95 is a KL that occurred."""
-    steps = [0.0] * 95 + [1.0, 2.0, 3.0, 4.0, 5.0]
-    first, second = measured(steps), measured([0.5] * 100)
+    of_arm = {0: [(7 * step % 100 + 1) / 100 for step in range(100)], 1: [0.5] * 100}
+    of_gap = {0: [0.04] + [1.0] * 99, 1: [1.5] + [1.0] * 99}
     records = [
-        *(Record(prompt=prompt(n), arm=FULL, measured=measured([0.0] * 100)) for n in range(2)),
-        Record(prompt=prompt(0), arm="arm", measured=first),
-        Record(prompt=prompt(1), arm="arm", measured=second),
+        Record(prompt=prompt(number), arm=arm, measured=measured(steps))
+        for number in range(2)
+        for arm, steps in (
+            (FULL, [0.0] * 100),
+            (GAP, of_gap[number]),
+            ("arm", of_arm[number]),
+        )
     ]
     found = summaries(records)["arm"]
-    assert found.mean_kl.value == pytest.approx((15 + 50) / 200)
-    assert found.first_kl.value == pytest.approx(0.25)
-    assert (found.p95_kl, found.max_kl) == (0.5, 5.0)
+    assert found.mean_kl.value == pytest.approx((50.5 + 50) / 200)
+    assert found.first_kl.value == pytest.approx((0.01 + 0.5) / 2)
+    assert found.gap_recovery.value == pytest.approx(1 - 100.5 / 199.54)
+    assert found.first_gap_recovery.value == pytest.approx(1 - 0.51 / 1.54)
+    assert (found.p95_kl, found.max_kl) == (0.9, 1.0)
     alone = summaries([record for record in records if record.prompt.number == 0])["arm"]
-    assert (alone.p95_kl, alone.max_kl) == (0.0, 5.0)
+    assert (alone.p95_kl, alone.max_kl) == (0.95, 1.0)
 
 
 def test_agreement_and_divergence() -> None:
@@ -110,7 +116,7 @@ def test_ranking_counts_what_full_prefill_gets_right() -> None:
     """A tie is no win."""
     right, wrong, tie = ranked(-1.0, -3.0), ranked(-3.0, -2.0), ranked(-1.0, -1.0)
     full_side = [right, right, wrong, right, tie]
-    arm_side = [right, wrong, right, right, right]
+    arm_side = [right, tie, right, right, right]
     records = [
         Record(prompt=prompt(number), arm=arm, measured=measured(0.0, likelihoods=likelihoods))
         for arm, side in ((FULL, full_side), ("arm", arm_side))
@@ -122,9 +128,9 @@ def test_ranking_counts_what_full_prefill_gets_right() -> None:
     assert found.ranking.value == pytest.approx(2 / 3)
     assert found.ranking_all.value == pytest.approx(4 / 5)
     assert found.full_right_ratio.value == pytest.approx(3 / 5)
-    assert found.margin.value == pytest.approx((0 - 3 + 3 + 0 + 2) / 5)
-    # Of gold, per token: -1 to -3 on one prompt, -3 to -1 on another, two tokens each.
-    assert found.answer_nll.value == pytest.approx(0.0)
+    assert found.margin.value == pytest.approx((0 - 2 + 3 + 0 + 2) / 5)
+    # Gold is more likely by 2 nats on one of the five prompts that have it, two tokens each.
+    assert found.answer_nll.value == pytest.approx(-2 / 10)
 
 
 def test_likelihoods_are_deltas_to_full_prefill_per_token() -> None:
@@ -228,6 +234,22 @@ def test_a_rise_within_the_interval_or_the_floor_is_noise() -> None:
     tiny = {"r0": [1e-7] * 9, "r10": [1e-7] * 9, "r50": [3e-7] * 9}
     assert verdict(tiny) == "not monotone"
     assert verdict(tiny, replace(_DESIGN, floor_kl=1e-6)) == "monotone within noise"
+
+
+def test_noise_alone_seldom_breaks_a_curve() -> None:
+    """Six arms that are equally good have fifteen pairs: at 95% each, every third would break."""
+    source = np.random.default_rng(12)
+    names = [f"r{number}" for number in range(6)]
+    specs = [ArmSpec(name=name, curve="hkvd") for name in names]
+    ratios = {name: number / 10 for number, name in enumerate(names)}
+    design = replace(_DESIGN, num_resamples=1000)
+    broken = 0
+    for _ in range(40):
+        arms = {name: (0.1 + source.random(50) / 10).tolist() for name in names}
+        group = added(cell_sums(study(arms, ratios=ratios), design).values())
+        (curve,) = curves(group, specs, design)
+        broken += curve.verdict == "not monotone"
+    assert broken <= 3
 
 
 def test_a_curve_over_other_cells_has_no_verdict() -> None:

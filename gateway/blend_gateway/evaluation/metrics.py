@@ -126,6 +126,7 @@ class ReferenceLogits:
     ) -> None:
         self._logp_SV = log_softmax(logits_SV)
         self._p_SV = np.exp(self._logp_SV)
+        self._rules_out_S = (self._p_SV == 0.0).any(axis=1)
         self._top_S = greedy(logits_SV)
         chosen = self._top_S if tokens is None else np.asarray(tokens, dtype=np.int64)
         if not 0 < len(chosen) <= len(self._top_S):
@@ -153,28 +154,33 @@ class ReferenceLogits:
         """
         if logits_SV.shape != self._logp_SV.shape:
             raise ValueError(f"logits {logits_SV.shape}, the reference has {self._logp_SV.shape}")
-        logq_SV = log_softmax(logits_SV)
-        count = len(self._tokens)
-        nll_S = -logq_SV[np.arange(count), self._tokens]
+        top_S = _largest(logits_SV)
+        kl, nll = [], []
+        for step, row_V in enumerate(logits_SV):  # a step at a time stays in the processor's cache
+            logq_V = _log_softmax_row(row_V, top_S[step])
+            if step < len(self._tokens):
+                nll.append(_rounded(max(0.0, -float(logq_V[self._tokens[step]]))))
+            kl.append(_rounded(self._kl_(step, logq_V)))
         return Measured(
-            kl=tuple(_rounded(kl) for kl in self._kl(logq_SV)),
+            kl=tuple(kl),
             agrees=tuple(bool(same) for same in greedy(logits_SV) == self._top_S),
-            reference_nll=tuple(_rounded(max(0.0, nll)) for nll in nll_S.tolist()),
+            reference_nll=tuple(nll),
             charged_ratio=_rounded(charged_ratio),
             likelihoods=_rounded_likelihoods(likelihoods),
             deviations=_rounded_deviations(deviations),
         )
 
-    def _kl(self, logq_SV: NDArray[np.float64]) -> list[float]:
-        kl = []
-        for p_V, logp_V, logq_V in zip(self._p_SV, self._logp_SV, logq_SV, strict=True):
-            with np.errstate(invalid="ignore"):  # -inf on both sides, which is masked just below
-                terms_V = p_V * (logp_V - logq_V)
+    def _kl_(self, step: int, logq_V: NDArray[np.float64]) -> float:
+        """KL of a step; the arm's log-probabilities are overwritten."""
+        p_V = self._p_SV[step]
+        with np.errstate(invalid="ignore"):  # -inf on both sides, which is masked just below
+            terms_V = np.subtract(self._logp_SV[step], logq_V, out=logq_V)
+            terms_V *= p_V
+        if self._rules_out_S[step]:
             # What the reference rules out costs nothing, whatever the arm thinks of it.
             terms_V[p_V == 0.0] = 0.0
-            # A true KL is at least 0; the sum's rounding is not.
-            kl.append(max(0.0, float(terms_V.sum())))
-        return kl
+        # A true KL is at least 0; the sum's rounding is not.
+        return max(0.0, float(terms_V.sum()))
 
 
 def log_softmax(logits_SV: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -185,14 +191,27 @@ def log_softmax(logits_SV: NDArray[np.float32]) -> NDArray[np.float64]:
     """
     if logits_SV.ndim != 2 or not logits_SV.size:
         raise ValueError(f"logits of shape {logits_SV.shape}, expected [steps, vocabulary]")
+    top_S = _largest(logits_SV)
+    return np.stack(
+        [_log_softmax_row(row_V, top) for row_V, top in zip(logits_SV, top_S, strict=True)]
+    )
+
+
+def _largest(logits_SV: NDArray[np.float32]) -> list[float]:
+    """The largest logit of every step, which a distribution has to have."""
     top_S = logits_SV.max(axis=1)
     if not np.isfinite(top_S).all():
         step = int(np.flatnonzero(~np.isfinite(top_S))[0])
         raise DamagedLogits(f"the largest logit of step {step} is {float(top_S[step])!r}")
-    shifted_SV: NDArray[np.float64] = logits_SV.astype(np.float64) - top_S[:, None]
-    norm_S = np.array([math.log(float(np.exp(row_V).sum())) for row_V in shifted_SV])
-    shifted_SV -= norm_S[:, None]
-    return shifted_SV
+    top: list[float] = top_S.astype(np.float64).tolist()
+    return top
+
+
+def _log_softmax_row(row_V: NDArray[np.float32], top: float) -> NDArray[np.float64]:
+    shifted_V = row_V.astype(np.float64)
+    shifted_V -= top
+    shifted_V -= math.log(float(np.exp(shifted_V).sum()))
+    return shifted_V
 
 
 def greedy(logits_SV: NDArray[np.float32]) -> NDArray[np.int64]:
