@@ -6,6 +6,7 @@ status is read off the engine whenever it is asked for, and a document whose KV 
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -74,6 +75,7 @@ class Entry:
         num_tokens: Length of its segment.
         key: What its KV is stored under.
         created_at: Unix seconds of the first registration.
+        number: Its place among all registrations; seconds are too coarse to order by.
         failure: How the last compile failed; None unless it did.
         job: The running compile.
         is_started: Whether `job` has reached the engine.
@@ -84,6 +86,7 @@ class Entry:
     num_tokens: int
     key: SegmentKey
     created_at: int
+    number: int
     failure: CompileFailure | None = None
     job: asyncio.Task[None] | None = None
     is_started: bool = False
@@ -140,6 +143,7 @@ class DocumentRegistry:
         self._tenants: dict[str, dict[str, Entry]] = {}
         self._removals: dict[SegmentKey, _Removal] = {}
         self._slots = asyncio.Semaphore(_CONCURRENT_COMPILES)
+        self._numbers = itertools.count()
 
     async def register(self, tenant: Tenant, draft: Draft) -> Entry:
         """Store a document and start its compile unless its KV is there or on its way.
@@ -165,6 +169,7 @@ class DocumentRegistry:
                     num_tokens=len(token_ids),
                     key=key,
                     created_at=int(time.time()),
+                    number=next(self._numbers),
                 ),
             )
         entry.draft = draft
@@ -213,9 +218,12 @@ class DocumentRegistry:
         Raises:
             DocumentNotFound: `after` names no document.
         """
-        entries = list(self._tenants.get(tenant.name, {}).values())
-        if newest_first:
-            entries.reverse()
+        # Not in the order of the mapping: a document whose deletion fails comes back to its end.
+        entries = sorted(
+            self._tenants.get(tenant.name, {}).values(),
+            key=lambda entry: entry.number,
+            reverse=newest_first,
+        )
         if after is not None:
             entries = entries[entries.index(self.get(tenant, after)) + 1 :]
         if status is not None:

@@ -290,17 +290,19 @@ async def test_a_deletion_that_fails_can_be_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
 ) -> None:
-    """Its KV may still be there, whatever kept it from being dropped."""
+    """Its KV may still be there, whatever kept it from being dropped. It stays where it stood."""
 
     async def failing_drop(_keys: Sequence[SegmentKey]) -> None:
         raise error
 
     entry = await ready(registry, engine)
+    later = await ready(registry, engine, Draft(text="a text that came later"))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "drop", failing_drop)
         with pytest.raises(type(error)):
             await registry.delete(ALICE, entry.id)
     assert registry.get(ALICE, entry.id) is entry
+    assert registry.page(ALICE, limit=9).entries == (later, entry)
     await registry.delete(ALICE, entry.id)
     assert engine.dropped == [entry.key]
 
