@@ -18,9 +18,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from blend_engine.segments import SegmentKey
+from blend_engine.segments import SegmentContext, SegmentKey
 
 TokenArray = NDArray[np.int32]
+
+Owner = tuple[str, SegmentContext]
+"""Whose KV it is, and what it was compiled behind."""
 
 
 class _State(Enum):
@@ -32,6 +35,7 @@ class _State(Enum):
 @dataclass(slots=True)
 class _Entry:
     token_ids: TokenArray
+    owner: Owner | None
     num_bytes: int
     state: _State = _State.RESERVED
     num_leases: int = 0
@@ -67,12 +71,16 @@ class SegmentIndex:
         """Segments that a lookup can find."""
         return sum(entry.state is _State.RESIDENT for entry in self._entries.values())
 
-    def lookup(self, key: SegmentKey, token_ids: TokenArray) -> bool:
-        """Whether the segment is resident; ids are compared, so a hash collision is a miss."""
+    def lookup(self, key: SegmentKey, token_ids: TokenArray, owner: Owner | None = None) -> bool:
+        """Whether the segment is resident.
+
+        Owner and ids are compared, so where keys collide, another's segment is a miss.
+        """
         entry = self._entries.get(key)
         return (
             entry is not None
             and entry.state is _State.RESIDENT
+            and entry.owner == owner
             and np.array_equal(entry.token_ids, token_ids)
         )
 
@@ -102,7 +110,7 @@ class SegmentIndex:
             return key
         return None
 
-    def reserve(self, key: SegmentKey, token_ids: TokenArray) -> bool:
+    def reserve(self, key: SegmentKey, token_ids: TokenArray, owner: Owner | None = None) -> bool:
         """Make room for a segment about to be compiled, evicting unleased ones, oldest first.
 
         Returns:
@@ -124,7 +132,7 @@ class SegmentIndex:
         for victim in victims:
             self._remove(victim)
             self.num_evictions += 1
-        self._entries[key] = _Entry(token_ids=token_ids, num_bytes=num_bytes)
+        self._entries[key] = _Entry(token_ids=token_ids, owner=owner, num_bytes=num_bytes)
         self._num_bytes += num_bytes
         return True
 

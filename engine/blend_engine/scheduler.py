@@ -262,7 +262,9 @@ class BlendScheduler:
         span = tracked.spans[index]
         if span.num_tokens < self._config.min_segment_tokens:
             return False
-        return self._index.lookup(tracked.keys[index], tracked.token_ids(index))
+        return self._index.lookup(
+            tracked.keys[index], tracked.token_ids(index), tracked.owner(index)
+        )
 
     def _report_unplanned(
         self, tracked: TrackedRequest, plan: Plan | None, may_blend: bool
@@ -334,7 +336,7 @@ class BlendScheduler:
         if self._index.is_reserved(key):
             # The same segment is being compiled in this very step; that one's event serves both.
             return None
-        if not self._index.reserve(key, tracked.token_ids(0).copy()):
+        if not self._index.reserve(key, tracked.token_ids(0).copy(), tracked.owner(0)):
             reason = "store_full" if self._index.fits(span.num_tokens) else "too_large"
             self._compile_event(tracked, StoreEventKind.FAILED, reason)
             return None

@@ -8,11 +8,12 @@ from vllm.logger import init_logger
 
 from blend_engine.errors import InvalidBlendParams
 from blend_engine.hazards import ForwardWrite
-from blend_engine.index import TokenArray
+from blend_engine.index import Owner, TokenArray
 from blend_engine.plan import Plan
 from blend_engine.protocol import (
     BlendParams,
     CompileParams,
+    DropParams,
     RequestParams,
     SegmentStatus,
     parse_request_params,
@@ -51,6 +52,11 @@ class TrackedRequest:
         """A segment's own ids."""
         span = self.spans[index]
         return self.prompt[span.start : span.end]
+
+    def owner(self, index: int) -> Owner:
+        """Whose a segment is, and what it is compiled behind."""
+        assert not isinstance(self.params, DropParams), "a drop names keys alone"
+        return self.params.tenant, self.spans[index].context
 
 
 class RequestTracker:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from blend_engine.index import SegmentIndex, TokenArray
-from blend_engine.segments import SegmentKey
+from blend_engine.segments import SegmentContext, SegmentKey
 
 BYTES_PER_TOKEN = 8
 A, B, C, D = (SegmentKey(name) for name in "ABCD")
@@ -50,6 +50,18 @@ def test_colliding_key_is_a_miss(other):
     index = index_with(A)
     assert index.lookup(A, tokens(4))
     assert not index.lookup(A, other)
+
+
+@pytest.mark.parametrize(
+    "other", [("globex", SegmentContext.FREE), ("acme", SegmentContext.PREFIX), None]
+)
+def test_colliding_key_of_another_owner_is_a_miss(other):
+    """Nor do equal keys with equal ids hand out another tenant's KV, or another context's."""
+    index, owner = index_with(), ("acme", SegmentContext.FREE)
+    assert index.reserve(A, tokens(4), owner)
+    index.complete(A)
+    assert index.lookup(A, tokens(4), owner)
+    assert not index.lookup(A, tokens(4), other)
 
 
 @pytest.mark.parametrize("state", ["reserved", "resident", "doomed"])

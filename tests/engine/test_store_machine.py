@@ -276,8 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_a_lookup_finds_is_held(self) -> None:
-        for (_, _, number), key in KEYS.items():
-            if self.scheduler._index.lookup(key, IDS[number]):
+        for (tenant, context, number), key in KEYS.items():
+            if self.scheduler._index.lookup(key, IDS[number], (tenant, context)):
                 stored = self.memory.pool.get(key)
                 assert stored is not None
                 assert version_of(stored) not in self.books.lost
@@ -310,7 +310,11 @@ class StoreMachine(RuleBasedStateMachine):
         entries = self.scheduler._index._entries
         assert set(entries) == set(pool_segments(self.memory.pool)) == self.memory.held_keys
         lookup = self.scheduler._index.lookup
-        found = {key for (_, _, number), key in KEYS.items() if lookup(key, IDS[number])}
+        found = {
+            key
+            for (tenant, context, number), key in KEYS.items()
+            if lookup(key, IDS[number], (tenant, context))
+        }
         assert found == set(entries), "reservations or doomed segments are left"
         assert not self.scheduler._requests._requests
         assert not self.scheduler._blocks._blocks
@@ -319,11 +323,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.books.close(resident=found)
 
     def _stored_texts(self, tenant: str) -> list[int]:
-        lookup = self.scheduler._index.lookup
+        lookup, owner = self.scheduler._index.lookup, (tenant, SegmentContext.FREE)
         return [
             number
             for number in range(len(TEXTS))
-            if lookup(KEYS[tenant, SegmentContext.FREE, number], IDS[number])
+            if lookup(KEYS[*owner, number], IDS[number], owner)
         ]
 
     def _prompt(

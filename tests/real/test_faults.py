@@ -105,7 +105,7 @@ def test_damaged_kv_is_computed(
     assert driver.scheduler.store_stats().num_load_failures == failures + 1
     # It is not found again until it is made again.
     assert driver.worker.pool.get(key) is None or not driver.scheduler._index.lookup(
-        key, prompt.segment(SECOND)
+        key, prompt.segment(SECOND), (TENANT, SegmentContext.FREE)
     )
     driver.compile_ids(SegmentContext.FREE, prompt.segment(SECOND))
     check_whole(driver.blend(prompt, policy, 0.2))
