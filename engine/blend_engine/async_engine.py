@@ -5,12 +5,10 @@ An `AsyncLLM`, so vLLM's serving classes take it as they take their own, and a
 queues compiles of what missed, and knows what is resident.
 """
 
-import asyncio
 import logging
-import multiprocessing
-import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Container, Sequence
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -28,7 +26,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from blend_engine.compile_queue import CompileJob, CompileQueue
 from blend_engine.config import BlendConfig
 from blend_engine.errors import ColdDocument, EngineBusy, EngineUnavailable, InvalidGrammar
-from blend_engine.launch import WORKER_EXTENSION, check_model, kv_transfer_config
+from blend_engine.launch import (
+    WORKER_EXTENSION,
+    check_arguments,
+    check_model,
+    kv_transfer_config,
+    load_in_thread,
+)
 from blend_engine.mirror import EngineMirror, MirrorStatLogger
 from blend_engine.ports import CompileOutcome
 from blend_engine.preamble import compile_prompt
@@ -40,6 +44,7 @@ from blend_engine.protocol import (
     DropParams,
     SegmentStatus,
     StoreStats,
+    check_request,
     parse_request_params,
 )
 from blend_engine.reporting import describe
@@ -79,13 +84,11 @@ class BlendAsyncLLM(AsyncLLM):
             usage_context: Passed through to vLLM.
 
         Raises:
-            ValueError: The arguments name another connector or worker extension, the model is an
-                encoder-decoder or has no such layer, or vLLM refuses them.
+            ValueError: The arguments name another connector or worker extension or leave no
+                statistics, the model is an encoder-decoder or has no such layer, or vLLM refuses
+                them.
         """
-        if engine_args.kv_transfer_config is not None or engine_args.worker_extension_cls:
-            raise ValueError(
-                "`kv_transfer_config` and `worker_extension_cls` are taken by the blend connector"
-            )
+        check_arguments(engine_args)
         model_config = engine_args.create_model_config()
         check_model(model_config, check_layer=check_layer)
         is_hybrid = model_config.is_hybrid
@@ -93,7 +96,7 @@ class BlendAsyncLLM(AsyncLLM):
         engine_args.worker_extension_cls = WORKER_EXTENSION
         mirror = EngineMirror()
         vllm_config = engine_args.create_engine_config(usage_context)
-        engine = await _load_in_thread(
+        engine = await load_in_thread(
             lambda: cls.from_vllm_config(
                 vllm_config,
                 usage_context=usage_context,
@@ -190,10 +193,13 @@ class BlendAsyncLLM(AsyncLLM):
         """As `AsyncLLM.generate`, with true cached counts, and compiles of what missed.
 
         Raises:
+            InvalidBlendParams: The blend parameters are malformed, or do not fit the request.
             ColdDocument: Strict mode met a segment without KV.
             InvalidGrammar: What the answer is constrained to cannot be compiled.
         """
         params = _blend_params(sampling_params)
+        if params is not None:
+            self._check_request(params, prompt)
         stream = super().generate(prompt, sampling_params, request_id, **kwargs)
         report: BlendReport | None = None
         dropped: set[SegmentKey] = set()
@@ -232,6 +238,17 @@ class BlendAsyncLLM(AsyncLLM):
         self._mirror.unsupported_reason = reason
         # The scheduler role learns from the acknowledgement of a step, so one step is run.
         await self._run_one_token([0], uuid.uuid4().hex, None, priority=0)
+
+    def _check_request(self, params: BlendParams, prompt: Any) -> None:
+        """Refuse here what the scheduler role would serve without blending and without a report."""
+        read = prompt.get if isinstance(prompt, Mapping) else partial(getattr, prompt)
+        token_ids = read("prompt_token_ids", None)
+        check_request(
+            params,
+            num_layers=self.model_config.get_total_num_hidden_layers(),
+            cache_salt=read("cache_salt", None),
+            prompt_tokens=None if token_ids is None else len(token_ids),
+        )
 
     def _follow_up(
         self,
@@ -325,29 +342,6 @@ class BlendAsyncLLM(AsyncLLM):
             if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
                 raise EngineBusy("the engine's queue is full") from error
             raise
-
-
-async def _load_in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Loading takes minutes; in a thread, so that the caller's event loop answers probes meanwhile.
-
-    Whoever stops waiting leaves no engine behind: its processes are ended, and an engine that comes
-    up all the same is shut down.
-    """
-    is_abandoned = threading.Event()
-
-    def run() -> AsyncLLM:
-        engine = load()
-        if is_abandoned.is_set():
-            engine.shutdown()
-        return engine
-
-    try:
-        return await asyncio.to_thread(run)
-    except asyncio.CancelledError:
-        is_abandoned.set()
-        for process in multiprocessing.active_children():
-            process.kill()
-        raise
 
 
 def _job(tenant: str, context: SegmentContext, token_ids: Sequence[int]) -> CompileJob:

@@ -1,6 +1,13 @@
-"""How vLLM is told to load the connector."""
+"""How vLLM is told to load the connector, and what is refused before it loads anything."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Callable
 
 from vllm.config import KVTransferConfig, ModelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from blend_engine.config import BlendConfig
 from blend_engine.protocol import DEFAULT_CHECK_LAYER
@@ -21,6 +28,20 @@ def kv_transfer_config(config: BlendConfig, *, is_hybrid: bool = False) -> KVTra
         kv_role="kv_both",
         kv_connector_extra_config=config.to_extra_config(),
     )
+
+
+def check_arguments(engine_args: AsyncEngineArgs) -> None:
+    """Refuse arguments that leave the connector no place or no way to tell what it did.
+
+    Raises:
+        ValueError: They name another connector or worker extension, or leave no statistics.
+    """
+    if engine_args.kv_transfer_config is not None or engine_args.worker_extension_cls:
+        raise ValueError(
+            "`kv_transfer_config` and `worker_extension_cls` are taken by the blend connector"
+        )
+    if engine_args.disable_log_stats:
+        raise ValueError("`disable_log_stats` would lose the reports that say what was reused")
 
 
 def check_model(model_config: ModelConfig, *, check_layer: int) -> None:
@@ -46,3 +67,26 @@ def check_model(model_config: ModelConfig, *, check_layer: int) -> None:
             f"`check_layer` must be in [0, {last}], the layers of {model_config.model!r}, "
             f"got {check_layer!r}"
         )
+
+
+async def load_in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Loading takes minutes; in a thread, so that the caller's event loop answers probes meanwhile.
+
+    Whoever stops waiting leaves no engine behind: its processes are ended, and an engine that comes
+    up all the same is shut down.
+    """
+    is_abandoned = threading.Event()
+
+    def run() -> AsyncLLM:
+        engine = load()
+        if is_abandoned.is_set():
+            engine.shutdown()
+        return engine
+
+    try:
+        return await asyncio.to_thread(run)
+    except asyncio.CancelledError:
+        is_abandoned.set()
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise

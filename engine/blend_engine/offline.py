@@ -5,6 +5,9 @@ attach(llm)
 compile_segment(llm, tenant="me", context=SegmentContext.PREFIX, token_ids=ids)
 llm.generate({"prompt_token_ids": ids + question}, SamplingParams(
     extra_args={"kv_transfer_params": BlendParams(...).to_kv_transfer_params()}))
+
+A prompt with documents needs a `cache_salt` of requests that blend alike: without one every other
+request could be handed its blended blocks, so it is served without blending.
 """
 
 import uuid

@@ -270,6 +270,46 @@ def parse_request_params(kv_transfer_params: Any) -> RequestParams | None:
         raise InvalidBlendParams(f"malformed blend parameters: {error}") from error
 
 
+def spans_of(params: RequestParams) -> tuple[SegmentSpan, ...]:
+    """The segments that a request names, in order."""
+    if isinstance(params, BlendParams):
+        return params.segments
+    return (params.segment,) if isinstance(params, CompileParams) else ()
+
+
+def check_request(
+    params: RequestParams, *, num_layers: int, cache_salt: str | None, prompt_tokens: int | None
+) -> None:
+    """Check what only the request that carries the parameters can tell.
+
+    Args:
+        params: The request's.
+        num_layers: Layers of the model.
+        cache_salt: Of the request.
+        prompt_tokens: Length of its prompt, where that is known.
+
+    Raises:
+        InvalidBlendParams: Spans end beyond the prompt, the model has no such check layer, or
+            blended blocks would be found by requests that blend nothing.
+    """
+    spans = spans_of(params)
+    if spans and prompt_tokens is not None and spans[-1].end > prompt_tokens:
+        raise InvalidBlendParams(f"{spans[-1]!r} ends beyond a prompt of {prompt_tokens} tokens")
+    if not isinstance(params, BlendParams):
+        return
+    # The default stands for the last layer of a model that has only one.
+    last = max(num_layers - 1, DEFAULT_CHECK_LAYER)
+    if params.policy is Policy.HKVD and params.check_layer > last:
+        raise InvalidBlendParams(
+            f"`check_layer` must be in [0, {last}] for this model, got {params.check_layer!r}"
+        )
+    if not cache_salt and any(span.context is not SegmentContext.PREFIX for span in spans):
+        raise InvalidBlendParams(
+            "segments other than the leading one need a `cache_salt` of the request, and one that "
+            "requests which must be exact do not use"
+        )
+
+
 def _check_span(span: SegmentSpan, *, least_start: int) -> None:
     if span.start < least_start or span.end < span.start:
         raise InvalidBlendParams(f"spans must be sorted and disjoint, got {span!r}")

@@ -66,7 +66,7 @@ class BlendScheduler:
         self._num_layers = num_layers
         self._index = SegmentIndex(budget_bytes=config.store_bytes, bytes_per_token=bytes_per_token)
         self._bytes_per_token = bytes_per_token
-        self._requests = RequestTracker()
+        self._requests = RequestTracker(num_layers)
         self._blocks = BlockFollower()
         self._spending = StepSpending(budget)
         self._admitted: list[AdmittedPass] = []

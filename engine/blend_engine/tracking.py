@@ -16,7 +16,9 @@ from blend_engine.protocol import (
     DropParams,
     RequestParams,
     SegmentStatus,
+    check_request,
     parse_request_params,
+    spans_of,
 )
 from blend_engine.segments import SegmentKey, SegmentSpan, segment_key
 
@@ -60,9 +62,14 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Tracked requests by vLLM's request id."""
+    """Tracked requests by vLLM's request id.
 
-    def __init__(self) -> None:
+    Args:
+        num_layers: Layers of the model.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
         self._requests: dict[str, TrackedRequest | None] = {}
 
     def get(self, request_id: str) -> TrackedRequest | None:
@@ -72,7 +79,7 @@ class RequestTracker:
     def track(self, request: Any) -> TrackedRequest | None:
         """The request, read on first sight; None where it carries nothing that we can read."""
         if request.request_id not in self._requests:
-            self._requests[request.request_id] = _read(request)
+            self._requests[request.request_id] = _read(request, self._num_layers)
         return self._requests[request.request_id]
 
     def forget(self, request_id: str) -> None:
@@ -146,25 +153,22 @@ def may_reuse(request: Any) -> bool:
     )
 
 
-def _read(request: Any) -> TrackedRequest | None:
+def _read(request: Any, num_layers: int) -> TrackedRequest | None:
     try:
         params = parse_request_params(getattr(request, "kv_transfer_params", None))
+        if params is None or request.prompt_token_ids is None:
+            return None
+        check_request(
+            params,
+            num_layers=num_layers,
+            cache_salt=getattr(request, "cache_salt", None),
+            prompt_tokens=len(request.prompt_token_ids),
+        )
     except InvalidBlendParams as error:
         logger.warning("request %s is served without blending: %s", request.request_id, error)
         return None
-    if params is None or request.prompt_token_ids is None:
-        return None
     prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-    spans = _spans(params)
-    if spans and spans[-1].end > len(prompt):
-        logger.warning("request %s names spans beyond its prompt", request.request_id)
-        return None
+    spans = spans_of(params)
     tenant = params.tenant if isinstance(params, BlendParams | CompileParams) else ""
     keys = tuple(segment_key(tenant, span.context, prompt[span.start : span.end]) for span in spans)
     return TrackedRequest(params=params, prompt=prompt, spans=spans, keys=keys)
-
-
-def _spans(params: RequestParams) -> tuple[SegmentSpan, ...]:
-    if isinstance(params, BlendParams):
-        return params.segments
-    return (params.segment,) if isinstance(params, CompileParams) else ()

@@ -16,7 +16,6 @@ from tests.engine.vllm_steps import (
     request_of,
 )
 
-from blend_engine import tracking
 from blend_engine.messages import BlendAck, BlendMetadata
 from blend_engine.protocol import (
     BlendParams,
@@ -25,7 +24,7 @@ from blend_engine.protocol import (
     Policy,
     SegmentStatus,
 )
-from blend_engine.segments import SegmentContext, SegmentKey, SegmentSpan
+from blend_engine.segments import SegmentContext, SegmentSpan
 
 pytestmark = pytest.mark.vllm
 
@@ -135,16 +134,6 @@ def test_request_that_may_not_reuse_is_computed(steps):
 def test_other_tenants_segment_is_a_miss(steps):
     """KV of one tenant is never found by another."""
     assert steps.ask(blend_request(DOC, tenant="rival")) == 0
-
-
-def test_other_tenants_equal_text_under_an_equal_key_is_a_miss(monkeypatch):
-    """Whose it is is compared like the ids: no hash stands between two tenants."""
-    monkeypatch.setattr(tracking, "segment_key", lambda *_arguments: SegmentKey("0"))
-    steps = Steps()
-    steps.store(DOC)
-    rival = steps.serve(blend_request(DOC, tenant="rival"))
-    assert (rival.segments, rival.loaded_tokens) == ((MISS,), 0)
-    assert steps.serve(blend_request(DOC)).segments == (HIT,)
 
 
 def test_short_segment_is_not_looked_up(steps):

@@ -44,6 +44,7 @@ class Request:
     kv_transfer_params: Any = None
     skip_reading_prefix_cache: bool = False
     lora_request: object | None = None
+    cache_salt: str | None = "a salt of those that blend"
 
 
 @dataclass

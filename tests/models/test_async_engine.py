@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.models.engine import random_ids, start_async_engine
 from tests.models.families import BLENDED
 
 from blend_engine.async_engine import BlendAsyncLLM
-from blend_engine.errors import ColdDocument, EngineBusy, InvalidGrammar
+from blend_engine.errors import ColdDocument, EngineBusy, InvalidBlendParams, InvalidGrammar
 from blend_engine.protocol import BlendParams, BlendReport, Policy, SegmentStatus
 from blend_engine.segments import SegmentContext, SegmentSpan, segment_key
 
@@ -184,3 +185,30 @@ async def test_a_grammar_that_cannot_be_compiled_is_the_clients_mistake(
         with pytest.raises(InvalidGrammar):
             await generate(engine, ids, each, structured_outputs=bad)
     assert await generate(engine, ids, None, structured_outputs=good)
+
+
+@pytest.mark.parametrize(
+    ("changes", "salt", "complaint"),
+    [
+        ({"policy": Policy.HKVD, "check_layer": 99}, "s", "check_layer"),
+        ({"segments": (SegmentSpan(start=7, end=999, context=FREE),)}, "s", "beyond"),
+        ({}, None, "cache_salt"),
+    ],
+)
+async def test_parameters_that_do_not_fit_their_request_are_refused(
+    engine: BlendAsyncLLM, changes: dict[str, Any], salt: str | None, complaint: str
+) -> None:
+    """The scheduler role would serve them without blending, and nobody would be told."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    ids, params = blended(random_ids(50, 60), "alice")
+    wire = replace(params, **changes).to_kv_transfer_params()
+    prompt = TokensPrompt(prompt_token_ids=ids)
+    if salt is not None:
+        prompt["cache_salt"] = salt
+    options = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": wire})
+    with pytest.raises(InvalidBlendParams, match=complaint):
+        await anext(engine.generate(prompt, options, uuid.uuid4().hex))
+    assert engine._unanswered == []
+    assert engine.get_num_unfinished_requests() == 0
