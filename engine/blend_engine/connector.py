@@ -140,6 +140,10 @@ class BlendConnector(KVConnectorBase_V1):
         return False, None
 
     @override
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset_cache()
+
+    @override
     def get_kv_connector_stats(self) -> BlendStats | None:
         return self._scheduler.take_stats() if self._scheduler is not None else None
 

@@ -180,6 +180,15 @@ class SegmentIndex:
                 gone.append(key)
         return gone, waiting
 
+    def clear(self) -> bool:
+        """Remove all segments: at once, or with their last lease.
+
+        Returns:
+            Whether no lookup will find any of them; False while one is still being made.
+        """
+        self.drop(list(self._entries))
+        return not any(entry.state is _State.RESERVED for entry in self._entries.values())
+
     def take_evicted(self) -> list[SegmentKey]:
         """Keys that left since the last call, for the workers to free."""
         evicted, self._evicted = self._evicted, []

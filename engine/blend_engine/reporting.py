@@ -15,12 +15,14 @@ from blend_engine.messages import PassOutcome
 from blend_engine.protocol import (
     BlendParams,
     BlendReport,
+    CompileParams,
     FallbackReason,
     SegmentStatus,
     StoreEvent,
+    StoreEventKind,
     StoreStats,
 )
-from blend_engine.segments import SegmentContext
+from blend_engine.segments import SegmentContext, SegmentKey
 
 
 @dataclass
@@ -91,6 +93,34 @@ class Outbox:
         )
         self.reports, self.events, self.announce = [], [], False
         return stats
+
+
+def compile_event(
+    params: CompileParams,
+    key: SegmentKey,
+    kind: StoreEventKind,
+    reason: str | None,
+    *,
+    bytes_per_token: int,
+) -> StoreEvent:
+    """How a compile ended.
+
+    Args:
+        params: What it was to make.
+        key: What that is stored under.
+        kind: STORED or FAILED.
+        reason: Why it failed.
+        bytes_per_token: KV bytes of one token over all layers.
+    """
+    num_tokens = params.segment.num_tokens
+    return StoreEvent(
+        kind=kind,
+        key=key,
+        num_tokens=num_tokens,
+        num_bytes=num_tokens * bytes_per_token,
+        plan_id=params.plan_id,
+        reason=reason,
+    )
 
 
 def describe(params: BlendParams | None, report: BlendReport | None) -> str:

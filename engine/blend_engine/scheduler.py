@@ -25,7 +25,7 @@ from blend_engine.protocol import (
     StoreEventKind,
     StoreStats,
 )
-from blend_engine.reporting import BlendStats, Outbox, make_report
+from blend_engine.reporting import BlendStats, Outbox, compile_event, make_report
 from blend_engine.segments import SegmentKey, SegmentSpan
 from blend_engine.tracking import (
     BlockFollower,
@@ -89,7 +89,10 @@ class BlendScheduler:
         if tracked is None:
             return 0, False
         if isinstance(tracked.params, DropParams):
+            self._requests.await_removal(request.request_id, tracked.params.keys)
             return (None if self._in_use(tracked.params.keys) else 0), False
+        if isinstance(tracked.params, CompileParams) and self._requests.is_leaving(tracked.keys[0]):
+            return None, False
         plan = tracked.plan = self._plan(tracked, request, num_computed)
         if not plan.num_external_tokens:
             return 0, False
@@ -108,6 +111,7 @@ class BlendScheduler:
         if tracked is None:
             return
         if isinstance(tracked.params, DropParams):
+            self._requests.end_removal(request.request_id)
             self._drop(tracked.params)
             return
         plan = tracked.plan
@@ -161,6 +165,10 @@ class BlendScheduler:
         self._requests.forget(request.request_id)
         self._blocks.forget(request.request_id)
 
+    def reset_cache(self) -> bool:
+        """Forget all segments, as for other weights; False where one of the old is being made."""
+        return self._index.clear()
+
     def take_stats(self) -> BlendStats | None:
         """Reports and events since the last call."""
         return self._outbox.take(self.store_stats())
@@ -186,6 +194,8 @@ class BlendScheduler:
         if isinstance(params, CompileParams):
             # The prompt's last token is vLLM's, so a segment that ends there cannot be captured.
             fits = params.segment.end < len(tracked.prompt)
+            # One that no lookup would find would only take room.
+            fits = fits and params.segment.num_tokens >= self._config.min_segment_tokens
             # Nor is one compiled again whose event is out: preempted, it only has to end.
             is_over = tracked.reported or self._is_resident(tracked, 0)
             if not servable or not fits or is_over:
@@ -195,7 +205,9 @@ class BlendScheduler:
         assert isinstance(params, BlendParams)
         keys = self._resident_keys(tracked)
         tracked.statuses = tuple(
-            self._status(span, key is not None, num_computed)
+            SegmentStatus.HIT
+            if key is not None or tracked.is_cached(span, num_computed)
+            else self._status_of_miss(span)
             for span, key in zip(tracked.spans, keys, strict=True)
         )
         if not servable:
@@ -251,20 +263,17 @@ class BlendScheduler:
             for index, key in enumerate(tracked.keys)
         ]
 
-    def _status(self, span: SegmentSpan, is_resident: bool, num_computed: int) -> SegmentStatus:
-        if is_resident or span.num_tokens == 0 or span.end <= num_computed:
-            return SegmentStatus.HIT
+    def _status_of_miss(self, span: SegmentSpan) -> SegmentStatus:
         if span.num_tokens < self._config.min_segment_tokens:
             return SegmentStatus.TOO_SHORT
         return SegmentStatus.MISS if self._index.fits(span.num_tokens) else SegmentStatus.TOO_LARGE
 
     def _is_resident(self, tracked: TrackedRequest, index: int) -> bool:
         span = tracked.spans[index]
-        if span.num_tokens < self._config.min_segment_tokens:
+        key = tracked.keys[index]
+        if span.num_tokens < self._config.min_segment_tokens or self._requests.is_leaving(key):
             return False
-        return self._index.lookup(
-            tracked.keys[index], tracked.token_ids(index), tracked.owner(index)
-        )
+        return self._index.lookup(key, tracked.token_ids(index), tracked.owner(index))
 
     def _report_unplanned(
         self, tracked: TrackedRequest, plan: Plan | None, may_blend: bool
@@ -297,7 +306,8 @@ class BlendScheduler:
         if self._is_resident(tracked, 0):
             self._compile_event(tracked, StoreEventKind.STORED, None)
         else:
-            reason = self._unsupported_reason or "not_compilable"
+            is_short = tracked.spans[0].num_tokens < self._config.min_segment_tokens
+            reason = self._unsupported_reason or ("too_short" if is_short else "not_compilable")
             self._compile_event(tracked, StoreEventKind.FAILED, reason)
 
     def _compile_event(
@@ -306,15 +316,9 @@ class BlendScheduler:
         params = tracked.params
         assert isinstance(params, CompileParams)
         tracked.reported = True
+        bytes_per_token = self._bytes_per_token
         self._outbox.events.append(
-            StoreEvent(
-                kind=kind,
-                key=tracked.keys[0],
-                num_tokens=params.segment.num_tokens,
-                num_bytes=params.segment.num_tokens * self._bytes_per_token,
-                plan_id=params.plan_id,
-                reason=reason,
-            )
+            compile_event(params, tracked.keys[0], kind, reason, bytes_per_token=bytes_per_token)
         )
 
     # Leases, room, removal.

@@ -55,6 +55,11 @@ class TrackedRequest:
         span = self.spans[index]
         return self.prompt[span.start : span.end]
 
+    def is_cached(self, span: SegmentSpan, num_computed: int) -> bool:
+        """Whether vLLM has all of a segment; the prompt's last token it computes in any case."""
+        end = min(span.end, len(self.prompt) - 1)
+        return span.num_tokens == 0 or (span.start < num_computed and end <= num_computed)
+
     def owner(self, index: int) -> Owner:
         """Whose a segment is, and what it is compiled behind."""
         assert not isinstance(self.params, DropParams), "a drop names keys alone"
@@ -71,6 +76,7 @@ class RequestTracker:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._requests: dict[str, TrackedRequest | None] = {}
+        self._leaving: dict[str, tuple[SegmentKey, ...]] = {}
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """A request met before."""
@@ -82,9 +88,22 @@ class RequestTracker:
             self._requests[request.request_id] = _read(request, self._num_layers)
         return self._requests[request.request_id]
 
+    def await_removal(self, request_id: str, keys: tuple[SegmentKey, ...]) -> None:
+        """Let nobody take segments up, or one that is always in use would never go."""
+        self._leaving[request_id] = keys
+
+    def end_removal(self, request_id: str) -> None:
+        """The request's segments are gone, or are not to go any more."""
+        self._leaving.pop(request_id, None)
+
+    def is_leaving(self, key: SegmentKey) -> bool:
+        """Whether a request waits to remove the segment."""
+        return any(key in keys for keys in self._leaving.values())
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._requests.pop(request_id, None)
+        self.end_removal(request_id)
 
 
 class BlockFollower:
@@ -138,8 +157,7 @@ def loaded_statuses(tracked: TrackedRequest, plan: Plan | None) -> tuple[Segment
         SegmentStatus.MISS
         if status is SegmentStatus.HIT
         and index not in loaded
-        and span.num_tokens > 0
-        and span.end > num_computed
+        and not tracked.is_cached(span, num_computed)
         else status
         for index, (span, status) in enumerate(zip(tracked.spans, tracked.statuses, strict=True))
     )

@@ -209,6 +209,21 @@ def test_lease_is_not_released_twice():
         index.release(A)
 
 
+def test_clearing_forgets_what_is_there_and_tells_of_what_is_not_there_yet():
+    """Nothing of before is found after it; KV that is still being made would be, so it says so."""
+    index = index_with(A, B)
+    index.acquire(A)
+    assert index.clear()
+    assert not index.lookup(A, tokens(4))
+    assert index.take_evicted() == [B]
+    assert index.release(A) == A
+    assert index.reserve(C, tokens(4))
+    assert not index.clear()
+    index.complete(C)
+    assert index.clear()
+    assert index.num_bytes == 0
+
+
 @dataclass
 class Expected:
     """What the index should hold under one key."""

@@ -333,6 +333,18 @@ def test_empty_document_is_no_reason_for_a_fallback(steps):
     assert report.fallback_reason is None
 
 
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_document_that_vllm_has_but_for_the_prompts_last_token_is_a_hit(steps, is_resident):
+    """That token is vLLM's in any case: nothing was left to load, so nothing was missed."""
+    last = document(3, BLOCK_SIZE)
+    if is_resident:
+        steps.store(last)
+    report = steps.serve(blend_request(last, question=()), local_blocks=[501])
+    assert report.segments == (HIT,)
+    assert report.fallback_reason is None
+    assert report.computed_tokens == 1
+
+
 @pytest.mark.parametrize("under_blend_salt", [True, False])
 def test_local_hit_under_a_blend_salt_is_approximate(steps, under_blend_salt):
     """vLLM's own cached blocks may be blended ones where the salt says so."""

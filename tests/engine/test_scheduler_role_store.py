@@ -1,4 +1,4 @@
-"""The scheduler role and the store: compiles, leases, room, drops, failed loads."""
+"""The scheduler role and the store: compiles, leases, room, failed loads."""
 
 from typing import Any
 
@@ -28,13 +28,11 @@ from blend_engine.protocol import (
     StoreEvent,
     StoreEventKind,
 )
-from blend_engine.segments import SegmentKey
 
 pytestmark = pytest.mark.vllm
 
 DOC, OTHER, THIRD = document(0), document(1), document(2)
-DROPPED, EVICTED = StoreEventKind.DROPPED, StoreEventKind.EVICTED
-FAILED, STORED = StoreEventKind.FAILED, StoreEventKind.STORED
+EVICTED, FAILED, STORED = StoreEventKind.EVICTED, StoreEventKind.FAILED, StoreEventKind.STORED
 
 
 # Compiles.
@@ -121,6 +119,15 @@ def test_segment_that_the_pass_does_not_cover_is_not_captured(cut):
     for order in steps.run_step().passes:
         assert order.capture is None or order.capture.end <= order.plan.covered_end
     assert steps.events_of(STORED) == []
+    assert steps.scheduler.store_stats().num_bytes == 0
+
+
+def test_compile_of_what_no_lookup_would_find_takes_no_room():
+    """A segment below the least length; its caller hears why."""
+    steps = Steps()
+    steps.serve(compile_request(DOC[:3], plan_id="mine"))
+    (event,) = steps.events
+    assert (event.kind, event.plan_id, event.reason) == (FAILED, "mine", "too_short")
     assert steps.scheduler.store_stats().num_bytes == 0
 
 
@@ -211,62 +218,6 @@ def test_store_that_is_full_of_leases_refuses():
     assert (event.kind, event.plan_id, event.reason) == (FAILED, "mine", "store_full")
     assert steps.reports[-1].segments == (SegmentStatus.HIT,)
     steps.store(OTHER)
-
-
-# Drops.
-
-
-def test_drop_frees_the_workers_once():
-    """A dropped segment is a miss from then on, and its KV goes with the same step."""
-    steps = Steps()
-    steps.store(DOC)
-    assert steps.admit(drop_request(key_of(DOC), plan_id="mine")) is not None
-    assert steps.ask(blend_request(DOC)) == 0
-    assert steps.run_step().freed_keys == [key_of(DOC)]
-    assert steps.run_step().freed_keys == []
-    dropped = [event for event in steps.events if event.kind is DROPPED]
-    assert [(event.key, event.plan_id) for event in dropped] == [(key_of(DOC), "mine")]
-    assert steps.scheduler.store_stats().num_bytes == 0
-
-
-@pytest.mark.parametrize("built", [False, True], ids=["admitted", "ordered"])
-def test_drop_waits_for_leases(built):
-    """A drop is deferred while a pass needs the segment, and done after it."""
-    steps = Steps()
-    steps.store(DOC, OTHER)
-    steps.admit(blend_request(DOC))
-    metadata = steps.build() if built else None
-    drop = drop_request(key_of(OTHER), key_of(DOC))
-    assert steps.admit(drop) is None
-    assert steps.admit(drop) is None
-    metadata = metadata or steps.build()
-    steps.acknowledge(steps.worker.run(metadata))
-    assert steps.events_of(DROPPED) == []
-    assert steps.reports[-1].segments == (SegmentStatus.HIT,)
-    assert steps.admit(drop) is not None
-    assert set(steps.run_step().freed_keys) == {key_of(DOC), key_of(OTHER)}
-    assert steps.worker.held == set()
-
-
-def test_drop_waits_for_a_compile():
-    """What is being made is dropped when it is made, and does not come back."""
-    steps = Steps()
-    steps.admit(compile_request(DOC))
-    drop = drop_request(key_of(DOC))
-    assert steps.admit(drop) is None
-    steps.run_step()
-    steps.serve(drop)
-    assert steps.ask(blend_request(DOC)) == 0
-    assert steps.worker.held == set()
-
-
-def test_drop_of_others_does_not_wait():
-    """A lease holds its own segment and no other."""
-    steps = Steps()
-    steps.store(DOC, OTHER)
-    steps.admit(blend_request(DOC))
-    assert steps.admit(drop_request(key_of(OTHER), SegmentKey("unknown"))) is not None
-    assert steps.run_step().freed_keys == [key_of(OTHER)]
 
 
 # Failed loads.
