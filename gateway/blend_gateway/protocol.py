@@ -117,8 +117,18 @@ class ChatCall:
         return len(self.documents) + inside
 
     @property
+    def document_ids(self) -> list[str]:
+        """References to registered documents, once for each place."""
+        raw = list(self.documents)
+        for message in self.messages:
+            if isinstance(message.get("content"), list):
+                raw += [part.get("document") for part in message["content"]]
+        found = [each.get("document_id") for each in raw if isinstance(each, dict)]
+        return [each for each in found if isinstance(each, str)]
+
+    @property
     def num_chars(self) -> int:
-        """Characters of all strings that may end up in the prompt."""
+        """Characters of all strings of the request that may end up in the prompt."""
         total = 0
         values: list[Any] = [self.messages, self.documents]
         while values:

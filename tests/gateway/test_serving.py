@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +20,22 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from blend_engine.errors import ColdDocument, EngineUnavailable
+from blend_gateway.assembler.documents import Document
 from blend_gateway.assembler.errors import DocumentError, TemplateError
-from blend_gateway.errors import InvalidRequest, UnsupportedField, error_body, shape_of
+from blend_gateway.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    UnsupportedField,
+    error_body,
+    shape_of,
+)
 from blend_gateway.outcome import Plan
 from blend_gateway.protocol import BlendOptions, ChatCall
 from blend_gateway.salts import DEFAULT_TENANT
 from blend_gateway.serving.chat import BlendServingChat
 from blend_gateway.serving.exchange import BlendChatRequest, Exchange, build_request
 from blend_gateway.serving.failures import from_error_info, translate
+from blend_gateway.serving.renderer import BlendRenderer
 from blend_gateway.settings import Limits
 
 pytestmark = pytest.mark.vllm
@@ -115,6 +124,33 @@ def test_bad_fields_are_the_clients_errors(fields: dict[str, Any], param: str | 
     with pytest.raises(InvalidRequest) as caught:
         build(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_registered_texts_count_before_they_are_tokenized(is_part: bool) -> None:
+    """Few ids can stand for more text than any context holds, wherever they are named."""
+    named = {"document_id": "doc_1"}
+    parts = [{"type": "document", "document": named}]
+    call = ChatCall(
+        tenant=DEFAULT_TENANT,
+        payload={"messages": [USER]},
+        messages=[{"content": parts if is_part else "Hello"}],
+        documents=[] if is_part else [named],
+    )
+    room = 100 - call.num_chars
+    renderer = BlendRenderer.__new__(BlendRenderer)
+    renderer.model_config = SimpleNamespace(max_model_len=10)
+    tokenizer = SimpleNamespace(max_chars_per_token=10)
+    renderer.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    for length in (room, room + 1):
+        known = {"doc_1": Document(text="x" * length)}
+        exchange = Exchange(call=call, resolve=known.get, plan=Plan(salt="s"))
+        request = build_request(exchange, vocab_size=100, limits=LIMITS)
+        if length == room:
+            renderer._check_length(request)
+        else:
+            with pytest.raises(ContextLengthExceeded):
+                renderer._check_length(request)
 
 
 def test_the_bounds_themselves_pass() -> None:

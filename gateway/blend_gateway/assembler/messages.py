@@ -33,6 +33,7 @@ _TEXT_PARTS = {
 _DOCUMENT_ROLES = ("user", "tool")
 _LEADING_ROLES = ("system", "developer")
 _REASONING_TAG = re.compile(f"({OPENING}|{CLOSING})")
+_MAX_DEPTH = 64
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
@@ -201,7 +202,8 @@ class Conversation:
         if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
             raise _invalid("must be an object with a `function`", param)
         function = dict(call["function"])
-        arguments = self._arguments(_parse_arguments(function.pop("arguments", None)), param)
+        where = f"{param}.function.arguments"
+        arguments = self._arguments(_parse_arguments(function.pop("arguments", None), where), where)
         shown: dict[str, Any] = self.veil.cover_tree(
             {key: value for key, value in call.items() if key != "function"}, param
         )
@@ -217,12 +219,11 @@ class Conversation:
 
     def _arguments(self, value: Any, param: str) -> Any:
         """Hide all strings of a call's arguments: they are text, whatever they hold."""
-        where = f"{param}.function.arguments"
         if isinstance(value, str):
-            return self.veil.cover(value, where)
+            return self.veil.cover(value, param)
         if isinstance(value, Mapping):
             return {
-                self.veil.cover_if_markup(key, where): self._arguments(item, param)
+                self.veil.cover_if_markup(key, param): self._arguments(item, param)
                 for key, item in value.items()
             }
         if isinstance(value, list):
@@ -279,14 +280,33 @@ def _as_list(parts: Sequence[_Part]) -> list[dict[str, str]]:
     return items
 
 
-def _parse_arguments(arguments: Any) -> dict[str, Any]:
-    """A call's arguments as an object; like vLLM, whatever is not one becomes an empty one."""
+def _parse_arguments(arguments: Any, param: str) -> dict[str, Any]:
+    """A call's arguments as an object; like vLLM, whatever is not one becomes an empty one.
+
+    Raises:
+        MessageError: They are JSON that no request of ours may have either.
+    """
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
             return {}
+        except (RecursionError, ValueError) as error:
+            raise _invalid("nests too deep, or has a number of too many digits", param) from error
+        if not _is_flat(arguments):
+            raise _invalid(f"nests deeper than {_MAX_DEPTH} levels", param)
     return dict(arguments) if isinstance(arguments, Mapping) else {}
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a JSON value nests no deeper than a request's body may."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for each in inner for item in each if isinstance(item, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 def _invalid(complaint: str, param: str) -> MessageError:

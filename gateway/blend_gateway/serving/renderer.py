@@ -201,7 +201,9 @@ class BlendRenderer(OnlineRenderer):
             ContextLengthExceeded: There are more characters than the context can hold.
         """
         limit = self.model_config.max_model_len * self.renderer.get_tokenizer().max_chars_per_token
-        num_chars = request.exchange.call.num_chars
+        call, resolve = request.exchange.call, request.exchange.resolve
+        registered = [document for each in call.document_ids if (document := resolve(each))]
+        num_chars = call.num_chars + sum(len(each.text or "") for each in registered)
         if num_chars > limit:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.model_config.max_model_len} tokens; "

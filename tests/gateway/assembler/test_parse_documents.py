@@ -96,6 +96,21 @@ def test_documents_must_be_a_list(raw: Any) -> None:
     assert caught.value.param == "documents"
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    """A message that called a tool with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def nested(depth: int) -> str:
+    """An object of so many levels below it."""
+    return '{"a": ' + "[" * depth + "]" * depth + "}"
+
+
+_ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+_ZEROS = "0" * 5000
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -110,12 +125,20 @@ def test_documents_must_be_a_list(raw: Any) -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "assistant", "tool_calls": [7]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls"),
+        *(
+            ([calling(each)], _ARGUMENTS)
+            for each in (nested(64), nested(9000), '{"a": 1' + _ZEROS + "}")
+        ),
     ],
 )
 def test_messages_that_cannot_be_rendered(messages: Any, param: str, smol: Assembler) -> None:
     with pytest.raises(MessageError) as caught:
         smol.assemble(messages)
     assert caught.value.param == param
+
+
+def test_a_calls_arguments_may_nest_as_deep_as_a_body(smol: Assembler) -> None:
+    assert smol.assemble([{"role": "user", "content": "Hi"}, calling(nested(63))]) is not None
 
 
 @pytest.mark.parametrize(
