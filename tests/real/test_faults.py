@@ -226,7 +226,7 @@ def test_full_store_keeps_what_it_has(
     """A segment for which no room can be made is served by computing it."""
     index = driver.scheduler._index
     monkeypatch.setattr(index, "_budget_bytes", index.num_bytes)
-    monkeypatch.setattr(index, "reserve", lambda key, token_ids: False)
+    monkeypatch.setattr(index, "reserve", lambda key, token_ids, owner: False)
     more = driver.prompt([driver.encode(fact_document(seed, 4)) for seed in (81, 85)], question(85))
     driver.compile_ids(SegmentContext.FREE, more.segment(SECOND))
     assert driver.stored(SegmentContext.FREE, more.segment(SECOND)) is None
