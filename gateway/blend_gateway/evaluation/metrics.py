@@ -54,7 +54,7 @@ class LayerDeviations:
     Args:
         key: Relative L2 of K on the document tokens that were not recomputed.
         value: The same of V.
-        attention: Difference of the question's attention weights.
+        attention: L2 distance of the last prompt token's attention weights.
     """
 
     key: tuple[float, ...] | None = None
